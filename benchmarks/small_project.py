@@ -65,7 +65,8 @@ def configure(
         _write(root / "conf" / group / "small.yaml", content)
     choices = dict.fromkeys(files, "small")
     _write(root / "conf/config.yaml", {**choices, "code": "conf", "tracking": {"enabled": False}})
-    (root / "conf/plan").mkdir()
+    for name in ("plan", "measured"):
+        (root / "conf" / name).mkdir()
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
-"""`python -m stages calibrate FILE`: what measured steps say that a card and its links reach, for conf/cluster.
+"""`python -m stages calibrate FILE.csv`: what measured steps say that a card and its links reach, for conf/cluster.
 
-FILE is a CSV with a line for each step of a GPT (pipeline/layouts/measured.py). The six shares of `preset.reached` that
-fit the steps best are written into the cluster's file, where plans and prices find them; comments stay.
+FILE.csv has a line for each step of a GPT (pipeline/layouts/measured.py). The six shares of `preset.reached` that fit
+the steps best are written into the cluster's file, where plans and prices find them; comments stay.
 """
 
 from __future__ import annotations
@@ -26,28 +26,31 @@ MOST, SEED = 200, 0  # steps that are fitted, drawn where there are more
 
 
 def run(root: Path, arguments: argparse.Namespace, stages: PlannerStages, log: Log) -> int:
-    config, file = load_config(root), f"conf/cluster/{arguments.cluster}.yaml"
-    known = listing(root, "cluster")
-    if arguments.cluster not in known:
-        raise StepsError(f"there is no cluster '{arguments.cluster}'", remedy=f"choose one of: {', '.join(known)}")
-    machine = machine_of(load_part(root, "cluster", arguments.cluster), stages, file)
+    config = load_config(root)
+    name, known = arguments.cluster or config.choices["cluster"], listing(root, "cluster")
+    file = f"conf/cluster/{name}.yaml"
+    if name not in known:
+        raise StepsError(f"there is no cluster '{name}'", remedy=f"choose one of: {', '.join(known)}")
+    if len(arguments.files) > 1:
+        raise StepsError("a CSV of steps is fitted alone", where=str(arguments.files[1]), remedy="name one file")
+    machine = machine_of(load_part(root, "cluster", name), stages, file)
     steps = read_steps(arguments, log)
     works = AllWorks(config, stages)
     fitted = random.Random(SEED).sample(steps, min(MOST, len(steps)))
     found = calibrated(fitted, machine, works)
     reached = {name: float(f"{getattr(found.settings.preset.reached, name):.3g}") for name in FITTED}
-    for line in set_keys(root, "cluster", arguments.cluster, {f"preset.reached.{n}": v for n, v in reached.items()}):
+    for line in set_keys(root, "cluster", name, {f"preset.reached.{n}": v for n, v in reached.items()}):
         log.info(line)
     before, after = (mean_error(steps, own, works) for own in (machine, found))
     say(f"{len(steps)} steps, {len(fitted)} of them fitted: mean error {before:.1%} before, {after:.1%} now")
-    say(f"plans and prices for {arguments.cluster} now reach what was measured: {file}, preset.reached")
+    say(f"plans and prices for {name} now reach what was measured: {file}, preset.reached")
     return 0
 
 
 def read_steps(arguments: argparse.Namespace, log: Log) -> list[MeasuredStep]:
     """Those whose sizes divide; the others are named."""
     steps = []
-    for number, row in enumerate(read_rows(arguments.steps), 1):
+    for number, row in enumerate(read_rows(arguments.files[0]), 1):
         step = step_of(row, RecomputeMode(arguments.recompute), arguments.vocabulary, OverlapMode(arguments.overlap))
         what = why_not(step.model, step.layout)
         if what is None:
@@ -55,7 +58,7 @@ def read_steps(arguments: argparse.Namespace, log: Log) -> list[MeasuredStep]:
         else:
             log.info("row %d is left out: %s", number, what)
     if not steps:
-        raise StepsError("has no step that can be priced", where=str(arguments.steps), remedy="add measured steps")
+        raise StepsError("has no step that can be priced", where=str(arguments.files[0]), remedy="add measured steps")
     return steps
 
 

@@ -19,6 +19,8 @@ from pipeline.base.log import QUIET, VERBOSE, Log, say
 from pipeline.base.signals import run_dvc
 
 if TYPE_CHECKING:
+    from pipeline.config import ClusterSettings
+    from pipeline.ir.cluster import Cluster
     from pipeline.layouts.planner_stages import PlannerStages
 
 
@@ -213,17 +215,27 @@ def price(root: Path, arguments: argparse.Namespace, log: Log) -> int:
 
 
 @command(
-    "fit what a card and its links reach to measured steps, and write it into conf/cluster (docs/price.md)",
-    argument("steps", type=Path, help="a CSV of GPT steps"),
-    argument("--cluster", required=True, help="on which they were measured"),
-    argument("--recompute", choices=("none", "selective", "full"), default="none", help="of the steps (none)"),
-    argument("--overlap", choices=("none", "runtime", "megatron"), default="none", help="of the steps (none)"),
-    argument("--vocabulary", type=_positive, default=51200, help="of the steps (51200)"),
+    "take what was measured into the predictions to come: runs of this project, or a CSV of steps (docs/price.md)",
+    argument("files", type=Path, nargs="*", metavar="RUN", help="folder or report.json of a run, or a CSV (runs/)"),
+    argument("--cluster", help="on which it was measured (that of conf/config.yaml)"),
+    argument("--recompute", choices=("none", "selective", "full"), default="none", help="of the CSV's steps (none)"),
+    argument("--overlap", choices=("none", "runtime", "megatron"), default="none", help="of these (none)"),
+    argument("--vocabulary", type=_positive, default=51200, help="of these (51200)"),
 )
 def calibrate(root: Path, arguments: argparse.Namespace, log: Log) -> int:
-    from stages.calibrate import run as fitted
+    if any(file.suffix == ".csv" for file in arguments.files):
+        from stages.calibrate import run as fitted
 
-    return fitted(root, arguments, planner_stages(), log)
+        return fitted(root, arguments, planner_stages(), log)
+    from stages.calibrate_runs import run as learnt
+
+    return learnt(root, arguments, _described, log)
+
+
+def _described(settings: ClusterSettings) -> Cluster:
+    from stages.cluster.described import from_preset, simulate
+
+    return simulate(settings) if settings.source == "simulate" else from_preset(settings)
 
 
 @command(

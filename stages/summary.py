@@ -9,6 +9,7 @@ from pipeline.base.artifacts import KINDS
 from pipeline.base.secrets import without_secrets
 from pipeline.base.stage import STAGES, read_summary
 from pipeline.config import load_config
+from pipeline.cost.corrected import basis_in_words
 from pipeline.ir.plan import Plan, Sharding
 from pipeline.ir.report import Report
 from pipeline.tracking.tracker import latest_run_url
@@ -36,6 +37,8 @@ def summarise(root: Path) -> str:
         ("engine", report.engine),
         ("loss", f"{report.losses[0]:.4f} -> {report.losses[-1]:.4f} in {report.steps} steps"),
     ]
+    if basis := basis_in_words(plan):
+        rows.append(("prediction", basis))
     rows += [
         ("evaluation", f"{one.loss:.4f} on held-out data after step {one.step + 1}") for one in report.evaluations[-1:]
     ]
@@ -46,6 +49,8 @@ def summarise(root: Path) -> str:
     uri = config.tracking.uri or "sqlite:///runs/mlflow.db"
     lines = ["", *(f"{name:12}{text}" for name, text in rows), ""]
     lines += (f"{name:16}{left:>18}{right:>20}{ratio:>8}" for name, left, right, ratio in table)
+    if not plan.estimate and report.engine == "planned" and not report.module_edited:
+        lines += ["", "`python -m stages calibrate` takes what was measured into the next prediction"]
     lines += ["", "artifacts", *places]
     lines += [f"MLflow store  {without_secrets(uri, uris=[uri]) if config.tracking.enabled else 'tracking is off'}"]
     lines += [f"MLflow UI     {latest_run_url(root, config.tracking) or '`make ui`'}"]

@@ -46,11 +46,11 @@ KINDS = {
     for kind in (
         ArtifactKind("graph", "trace", "graph.json", OpGraph, version=4),
         ArtifactKind("profile", "profile", "profile.json", Profile, version=5),
-        ArtifactKind("cluster", "cluster", "cluster.json", Cluster, version=4),
-        ArtifactKind("frontier", "solve", "frontier.json", Frontier, version=3),
-        ArtifactKind("plan", "checkpoint", "plan.json", Plan, version=8),
+        ArtifactKind("cluster", "cluster", "cluster.json", Cluster, version=5),
+        ArtifactKind("frontier", "solve", "frontier.json", Frontier, version=4),
+        ArtifactKind("plan", "checkpoint", "plan.json", Plan, version=9),
         ArtifactKind("module", "codegen", "module.py", str, version=4),
-        ArtifactKind("report", "train", "report.json", Report, version=2),
+        ArtifactKind("report", "train", "report.json", Report, version=3),
     )
 }
 Refuse = Callable[[str], ArtifactError]  # with where the file is, and what to do

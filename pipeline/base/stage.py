@@ -16,6 +16,7 @@ from pipeline.base.files import told, write_atomic
 from pipeline.base.instantiate import add_code_path
 from pipeline.base.lock import locked
 from pipeline.base.log import Log
+from pipeline.base.measured_runs import as_measured_here, with_correction
 from pipeline.base.secrets import without_secrets
 from pipeline.base.soundness import check_sound
 from pipeline.config import Config, load_config
@@ -109,7 +110,10 @@ def execute(stage: StageSpec, run: Callable[[Inputs, Config], Result], root: Pat
 
 
 def read(kinds: Iterable[str], root: Path) -> tuple[Config, dict[str, Artifact]]:
-    """The configuration and the artifacts of these kinds, which belong together and to it; own ops are then known."""
+    """The configuration and the artifacts of these kinds, which belong together and to it; own ops are then known.
+
+    The cluster is as runs on it say that it is (conf/measured), or said when the frontier was made.
+    """
     config = load_config(root)
     add_code_path(root, config.code)
     accept = config.train.accept_edited_module
@@ -118,6 +122,11 @@ def read(kinds: Iterable[str], root: Path) -> tuple[Config, dict[str, Artifact]]
     artifacts.check_together(found.values(), {key: config.digest(key) for key in keys})
     know_own_ops(config, found["graph"].body if "graph" in found else None)
     check_sound(found)
+    if "cluster" in found:
+        own, frontier = found["cluster"], found.get("frontier")
+        found["cluster"] = (
+            with_correction(own, frontier.body.correction) if frontier else as_measured_here(own, config, root)
+        )
     return config, found
 
 

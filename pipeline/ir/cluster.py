@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
 
+from pipeline.ir.correction import Correction
+
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 SEND = "send_recv"  # from one device to one other
 LATER = "reduce_scatter_later"  # without waiting for it, where that takes longer: gloo's is an all-reduce
@@ -230,6 +232,7 @@ class Cluster:
     splits: tuple[Split, ...] = ()  # candidates for pipelines
     measured: Measured | None = None
     overlap: Overlap = Overlap()
+    correction: Correction | None = None  # as runs say that it is: all above is corrected by it; not in the artifact
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from math import prod
 from typing import Any
 
 from pipeline.ir.cluster import COLLECTIVES, Axis, Cluster, Compute, Group, Mesh
+from pipeline.ir.correction import Correction
 from pipeline.ir.graph import ITEM_SIZE, Args, OpGraph
 from pipeline.ir.plan import Frontier, Plan, Region, Sharding
 from pipeline.ir.profile import Profile
@@ -170,6 +171,7 @@ def _points(frontier: Frontier) -> Problems:
         yield "it has no point"
     if not 1 <= frontier.micro_batches <= MOST_PASSES:
         yield f"a step has {frontier.micro_batches} passes"
+    yield from _corrections(frontier.correction)
     if frontier.optimizer_copies < 0:
         yield "an optimizer keeps less than nothing"
     points = (*frontier.points, *frontier.submesh_points)
@@ -179,6 +181,11 @@ def _points(frontier: Frontier) -> Problems:
         yield from _mesh(mesh.axes, prod(mesh.sizes))
     for point in points:
         yield from _layouts(point.sharding, len(frontier.meshes[point.mesh].axes))
+
+
+def _corrections(correction: Correction | None) -> Problems:
+    if correction is not None and not (min(correction.compute, correction.links) > 0):
+        yield "a correction needs positive ratios"
 
 
 def _layouts(sharding: Sharding, axes: int) -> Problems:
@@ -196,6 +203,7 @@ def _settings(plan: Plan) -> Problems:
         yield f"a step has {plan.micro_batches} passes"
     if plan.pipelined != (plan.schedule in SCHEDULES) or (plan.schedule and not plan.pipelined):
         yield f"the schedule {plan.schedule!r} is not one of a pipeline: {', '.join(SCHEDULES)}"
+    yield from _corrections(plan.correction)
     if plan.chunks < 1 or not plan.partitions or len(plan.partitions) % plan.chunks:
         yield f"{len(plan.partitions)} partitions are not {plan.chunks} on each device"
     if plan.slices and (min(plan.slices) < 1 or plan.micro_batches % len(plan.slices)):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from pipeline.ir.cluster import Mesh
+from pipeline.ir.correction import Correction
 from pipeline.ir.layout import Layout
 
 
@@ -82,6 +83,7 @@ class Frontier:
     baselines: tuple[Baseline, ...] = ()
     submesh_points: tuple[FrontierPoint, ...] = ()  # plans on meshes of fewer devices, for the partitions of a pipeline
     micro_batches: int = 1  # forward and backward passes of a step
+    correction: Correction | None = None  # by which the cluster was corrected, for these plans and what follows
 
 
 @dataclass(frozen=True)
@@ -192,6 +194,8 @@ class Plan:
     slices: tuple[int, ...] = ()  # samples of the micro-batches into which a pass is cut; () is one of all
     cuda_graphs: bool = False  # the passes of a step are captured once and replayed
     keeps_last: bool = False  # of a pipeline: the last micro-batch of a step runs its regions once and keeps everything
+    correction: Correction | None = None  # in the prediction; of `plans` just this one, where a run measured it
+    estimate: Prediction | None = None  # where a run measured this very plan: what it was priced at
 
     @property
     def pipelined(self) -> bool:

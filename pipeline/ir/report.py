@@ -47,3 +47,4 @@ class Report:
     breakdown: Breakdown | None = None  # of the ranks (stages/train/breakdown.py); None where too few steps were taken
     compared: tuple[Compared, ...] = ()
     engine: str = "planned"  # what took the steps; the predictions are the plan's, whatever it was
+    date: str = ""  # on which they were taken, UTC

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from pipeline.base.errors import BudgetError, SolveError
 from pipeline.config import Checkpoint
@@ -19,6 +19,7 @@ from pipeline.ir.profile import Profile
 from pipeline.sharding.partitions import restricted
 from stages.checkpoint import timeline
 from stages.checkpoint.describe import axes_in_words, passes_in_words, pipeline_in_words, recompute_in_words
+from stages.checkpoint.expected import Make, expected, with_basis
 from stages.checkpoint.offers import Offer, alternatives
 from stages.checkpoint.pipelines.pipelined import Pipelines, PricedPipeline, predict
 from stages.checkpoint.pipelines.search_inputs import PipelineFloor
@@ -192,26 +193,26 @@ def choose(
     pipelines: Pipelines = Pipelines(),  # noqa: B008
 ) -> Plan:
     """Of the plans without a pipeline and those with one; `graph` is needed for the latter."""
-    alone = [(_offer(one), one) for one in candidates]
-    piped = [(_piped_offer(one), one) for one in pipelines.found]
-    offers = [offer for offer, _ in (*alone, *piped)] + _refused_offer(pipelines)
+    made: list[tuple[Offer, Make]] = []
+    for one in candidates:
+        made.append(expected(_offer(one), partial(_plan_alone, cluster, frontier, one), cluster))
+    for piped in pipelines.found:
+        assert graph is not None
+        made.append(expected(_piped_offer(piped), partial(_plan_piped, cluster, frontier, graph, piped), cluster))
+    offers = [offer for offer, _ in made] + _refused_offer(pipelines)
     best = min(offers, key=lambda offer: offer.rank, default=None)
     if best is None or best.prediction is None:
         raise _refusal(candidates, frontier, where, pipelines, graph)
-    others = alternatives(offers, best, frontier.budget_bytes)
-    for offer, own in alone:
-        if offer is best:
-            return _plan_alone(own, best.prediction, cluster, frontier, others)
-    (chosen,) = (own for offer, own in piped if offer is best)
-    assert graph is not None
-    return _plan_piped(chosen, best.prediction, graph, cluster, frontier, others)
+    (make,) = (make for offer, make in made if offer is best)
+    plan = make(best.prediction, alternatives(offers, best, frontier.budget_bytes))
+    return with_basis(plan, best, cluster)
 
 
 def _plan_alone(
-    best: Candidate,
-    prediction: Prediction,
     cluster: Cluster,
     frontier: Frontier,
+    best: Candidate,
+    prediction: Prediction,
     others: tuple[Alternative, ...],
 ) -> Plan:
     assert best.regions is not None
@@ -232,11 +233,11 @@ def _plan_alone(
 
 
 def _plan_piped(
-    best: PricedPipeline,
-    prediction: Prediction,
-    graph: OpGraph,
     cluster: Cluster,
     frontier: Frontier,
+    graph: OpGraph,
+    best: PricedPipeline,
+    prediction: Prediction,
     others: tuple[Alternative, ...],
 ) -> Plan:
     plan = best.plan

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from math import prod
 
+from pipeline.cost.corrected import basis_in_words
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.plan import Plan, Sharding
 
@@ -19,7 +20,7 @@ def describe(graph: OpGraph, plan: Plan) -> str:
         recompute_in_words(regions, plan.keeps_last),
         *(["captured as a CUDA graph"] if plan.cuda_graphs else []),
         *([f"{plan.micro_batches} micro-batches a step"] if plan.micro_batches > 1 else []),
-        f"predicted {plan.prediction.step_seconds * 1e3:.2f} ms a step",
+        f"predicted {plan.prediction.step_seconds * 1e3:.2f} ms a step{basis_in_words(plan, ', ')}",
         f"{plan.prediction.peak_bytes / 1e6:.1f} of {plan.budget_bytes / 1e6:.0f} MB",
     ]
     return "; ".join(parts)

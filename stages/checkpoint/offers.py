@@ -23,6 +23,7 @@ class Offer:
     peak_bytes: int  # where it does not fit: the least that it needs
     prediction: Prediction | None  # None: it does not fit
     point: int | None = None  # on the frontier; None is a pipeline
+    estimate: Prediction | None = None  # where a run measured this very plan: what it was priced at
 
     @property
     def rank(self) -> tuple[bool, float, int]:

@@ -27,6 +27,9 @@ def run(inputs: Inputs, config: Config) -> Result:
     where = f"conf/solve/{config.choices['solve']}.yaml: memory_budget_gb"
     for point in (*frontier.points, *frontier.submesh_points):
         verify_sharding(graph, point.sharding, frontier.meshes[point.mesh].sizes, uneven_in(graph).spots)
+    if cluster.correction is not None:
+        own = cluster.correction.of_profile(inputs.artifacts["profile"].digest)
+        cluster = replace(cluster, correction=own)
     settings, file = config.checkpoint, f"conf/checkpoint/{config.choices['checkpoint']}.yaml"
 
     def planned(cluster: Cluster) -> Plan:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pipeline.cost.corrected import basis_in_words
 from pipeline.cost.step import Priced
 from pipeline.cost.whole_ops import WholeOp, whole_ops_of
 from pipeline.ir.graph import OpGraph
@@ -108,13 +109,18 @@ def facts_of(sources: Sources) -> PageFacts:
         marks=tuple(_marks(sources)),
         report=sources.report and _thinned(sources.report, every),
         every=every,
-        notes=tuple(filter(None, (*sources.notes, plan.timeline.note, _norms(graph, plan)))),
+        notes=tuple(filter(None, (*sources.notes, plan.timeline.note, _norms(graph, plan), _basis(plan)))),
     )
 
 
 def _norms(graph: OpGraph | None, plan: Plan) -> str:
     norms = norms_in_words(graph, plan) if graph else ""
     return f"batch norms {norms}, as under DistributedDataParallel" if norms else ""
+
+
+def _basis(plan: Plan) -> str:
+    words = basis_in_words(plan)
+    return f"predicted {plan.prediction.step_seconds * 1e3:.2f} ms a step, {words}" if words else ""
 
 
 def _thinned(report: Report, every: int) -> Report:
@@ -166,7 +172,7 @@ def seconds_of(plan: Plan, parts: tuple[PricedPartition, ...]) -> SecondsFacts:
         ("recompute", "computed again", predicted.recompute_seconds),
         ("optimizer", "optimizer", predicted.optimizer_seconds),
         ("waiting", "pipeline bubble", predicted.bubble_seconds),
-        ("waiting", "the GPU for its host", predicted.host_seconds),
+        ("waiting", "other, as measured" if plan.correction else "the GPU for its host", predicted.host_seconds),
     )
     rows += [SecondsRow(part, name, seconds) for part, name, seconds in rest if seconds > 1e-12]
     return SecondsFacts(tuple(rows), predicted.step_seconds, scale)

@@ -10,6 +10,7 @@ from pipeline.base.artifacts import KINDS, Artifact
 from pipeline.base.errors import ArtifactError
 from pipeline.base.soundness import check_sound
 from pipeline.config import Config
+from pipeline.cost.corrected import corrected
 from pipeline.cost.parts import priced_parts
 from pipeline.cost.step import Priced
 from pipeline.ir.cluster import Cluster
@@ -83,6 +84,8 @@ def read_sources(root: Path, config: Config, kinds: tuple[str, ...] = (*ABOVE, "
     check_sound(found | {"plan": plan})
     title = f"{config.choices['model']} on {config.choices['cluster']}"
     bodies = {kind: own.body for kind, own in found.items()}
+    if "cluster" in bodies:
+        bodies["cluster"] = corrected(bodies["cluster"], plan.body.correction)
     return Sources(title, plan.body, **bodies, digest=plan.digest, notes=tuple(notes))
 
 

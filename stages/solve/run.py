@@ -71,6 +71,7 @@ def run(inputs: Inputs, config: Config) -> Result:
         best_rows(kept),
         tuple(replace(point, mesh=len(kept) + point.mesh) for point in parts),
         micro_batches,
+        cluster.correction,
     )
     inputs.log.info(beside(frontier))
     figures = _figures(frontier, config, planned, [*tried, *submeshes])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import astuple, replace
+from datetime import UTC, datetime
 from typing import Any
 
 from pipeline.ir.plan import Plan, Prediction
@@ -81,6 +82,7 @@ def make_report(measured: dict[str, Any], plan: Plan, edited: bool) -> Report:
         breakdown=breakdown,
         compared=compare(plan.prediction, median, measured["samples"], both, breakdown, plan.device == "cuda"),
         engine=measured["engine"],
+        date=datetime.now(UTC).isoformat(" ", "minutes").removesuffix("+00:00"),
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,11 @@ from pipeline.base.artifacts import Artifact
 from pipeline.base.errors import ArtifactError, ConfigError, ShardwrightError
 from pipeline.base.instantiate import add_code_path
 from pipeline.base.log import Log
+from pipeline.base.measured_runs import as_measured_here
 from pipeline.base.stage import STAGES, Inputs, Result
 from pipeline.config import Config, Tracking
-from pipeline.ir.cluster import Cluster, Group, LinkCost
+from pipeline.cost.corrected import scaled_links
+from pipeline.ir.cluster import Cluster
 from pipeline.ir.plan import Frontier, Plan
 from pipeline.tracking.tracker import Tracker
 from pipeline.user.own_ops import know_own_ops
@@ -74,6 +76,8 @@ class Planner:
                     know_own_ops(config, reads["graph"].body if "graph" in reads else None)
                     result = self.run_of(stage.name)(Inputs(self.scratch, reads, self.log, self._tracker), config)
                     found = artifacts.make(kind, result.body, reads.values(), settings)
+                if kind == "cluster":
+                    found = as_measured_here(found, config, self.root)
                 self._made[key] = found
             except ShardwrightError as error:
                 self._made[key] = error
@@ -117,25 +121,8 @@ def with_budget(config: Config, nbytes: int | None) -> Config:
 
 
 def slower(value: Any, factor: SlowerLinks) -> Any:
-    """A cluster, a mesh or a part of them, with every link inside scaled, wherever it stands.
-
-    Of measured points the first counts as latency, what comes on top of it as bytes on the way.
-    """
-    if isinstance(value, LinkCost):
-        start = value.points[0][1] if value.points else 0.0
-        points = tuple((n, start * factor.latency + (s - start) / factor.bandwidth) for n, s in value.points)
-        return LinkCost(value.latency * factor.latency, value.bandwidth * factor.bandwidth, points)
-    if isinstance(value, Group):
-        value = replace(
-            value,
-            bandwidth=value.bandwidth * factor.bandwidth,
-            latency=value.latency * factor.latency,
-            uplink=None if value.uplink is None else value.uplink * factor.bandwidth,
-        )
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{own.name: slower(getattr(value, own.name), factor) for own in fields(value)})
-    if isinstance(value, tuple):
-        return tuple(slower(item, factor) for item in value)
-    if isinstance(value, dict):
-        return {name: slower(item, factor) for name, item in value.items()}
-    return value
+    """A cluster, or a mesh, with every link inside scaled. What runs took, they took on the links as they are."""
+    found = scaled_links(value, factor.bandwidth, factor.latency)
+    if isinstance(found, Cluster) and found.correction is not None:
+        return replace(found, correction=replace(found.correction, plans=()))
+    return found

@@ -12,6 +12,7 @@ from typing import Any
 from pipeline.base import artifacts
 from pipeline.base.errors import ShardwrightError
 from pipeline.base.log import Log, say
+from pipeline.base.measured_runs import with_correction
 from pipeline.base.stage import read
 from pipeline.config import Config, load_config
 from pipeline.ir.codec import encode
@@ -76,6 +77,7 @@ def _read_run(root: Path, folder: str) -> PlannedRun:
         kind: artifacts.load_saved(str(place / known[kind].stage / known[kind].file), root, (kind,)) for kind in KINDS
     }
     artifacts.check_together(found.values(), {})
+    found["cluster"] = with_correction(found["cluster"], found["frontier"].body.correction)
     return planned(found)
 
 

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from pipeline.cost.corrected import basis_in_words
 from pipeline.cost.resident import Kept, resident_parts, total_of
 from pipeline.cost.step import ParameterPrice
 from pipeline.cost.whole_ops import whole_ops
@@ -96,6 +97,7 @@ def in_words(plan: Plan, graph: OpGraph) -> dict[str, str]:
     found["micro-batches"] = str(plan.micro_batches)
     but = ", not in the last micro-batch" if plan.keeps_last else ""
     found["recompute"] = f"{len(again)} regions (links {spans}){but}" if again else "nothing"
+    found |= {"prediction": basis} if (basis := basis_in_words(plan)) else {}
     found |= {"batch norms": norms} if (norms := norms_in_words(graph, plan)) else {}
     return found
 
