@@ -135,7 +135,7 @@ def in_words(one: MeasuredRun) -> str:
         return f"{head}; no part of it was measured, so computing and collectives are not told apart"
     pairs = {
         "computing": (seen.compute, priced.compute),
-        "collectives": (seen.collectives, priced.collectives),
+        "collectives that nothing hides": (seen.communication, priced.communication),
         "beside": (seen.other, priced.other),
     }
     told = (f"{what} {left * 1e3:.2f} ms (priced at {right * 1e3:.2f})" for what, (left, right) in pairs.items())

@@ -3,7 +3,9 @@
 Of a run are kept the seconds of its step by part, and those that the planner gave them without any correction. Of the
 same machine, figures and model:
 
-    compute        geometric mean over the runs of measured / priced; links alike, of collectives hidden or not
+    compute        geometric mean over the runs of measured / priced
+    links          the same of collectives, of which the hidden part counts as it was priced: a run sees how long one
+                   took beside computation, and not how much of that it waited for other ranks
     other_seconds  mean over the runs of measured - priced: what goes on beside both
 
 Where runs measured nothing but their steps, both ratios are that of the steps. A plan that was itself measured on the
@@ -30,10 +32,6 @@ class StepParts:
     hidden: float = 0.0
     bubble: float = 0.0
     other: float = 0.0
-
-    @property
-    def collectives(self) -> float:
-        return self.communication + self.hidden
 
     @property
     def parted(self) -> bool:
@@ -91,7 +89,7 @@ def correction_of(runs: Iterable[MeasuredRun], machine: str, figures: str, model
     pairs = [(run.found.seconds, run.priced) for run in parted]
     return Correction(
         compute=_ratio([(found.compute, priced.compute) for found, priced in pairs]),
-        links=_ratio([(found.collectives, priced.collectives) for found, priced in pairs]),
+        links=_ratio([(found.communication + p.hidden, p.communication + p.hidden) for found, p in pairs]),
         other_seconds=statistics.fmean(found.other - priced.other for found, priced in pairs),
         dates=dates,
         plans=plans,

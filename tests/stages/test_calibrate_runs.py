@@ -39,7 +39,7 @@ DATE = "2026-11-18 23:41"
 
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory):
-    """A small project with a described cluster, up to its plan; `probed` has the same cluster as if it were measured."""
+    """A small project with a described cluster, up to its plan; `probed` has the same one as if it were measured."""
     roots = {}
     for name in ("described", "probed"):
         roots[name] = root = tmp_path_factory.mktemp(name)
@@ -260,7 +260,7 @@ def test_links_whose_price_is_latency_take_longer_to_start(project):
     assert reached.links == 1 and reached.collective_us > 1
     run_stages("cluster", "solve", "checkpoint")
     after = priced_parts(plan_in(project))
-    assert after.collectives == pytest.approx(2 * before.collectives, rel=0.05)
+    assert after.communication == pytest.approx(2 * before.communication, rel=0.05)
 
 
 @described
@@ -349,6 +349,14 @@ def test_runs_are_taken_together_where_their_figures_are_the_same():
     assert correction_of(runs, "another machine", "figures", "model") is None
     again = with_run(runs, run_of("02", 1.0, 1.0))
     assert [run.found.plan for run in again] == ["01", "03", "02"]
+
+
+def test_what_is_hidden_counts_as_it_was_priced():
+    """Beside computation a collective may wait for other ranks as long as it likes."""
+    priced, seen = StepParts(2.0, 1.0, 0.5, hidden=0.5), StepParts(3.0, 1.0, 2.0, hidden=50.0)
+    run = run_of("01", 1.0, 1.0, priced=priced)
+    found = correction_of([replace(run, found=replace(run.found, seconds=seen))], "machine", "figures", "model")
+    assert found.links == pytest.approx((2.0 + 0.5) / (0.5 + 0.5))
 
 
 def test_a_ratio_of_what_was_not_there_is_one():
