@@ -230,6 +230,16 @@ def test_runs_of_other_folders_count_together(project):
     assert run.found.date == "2026-11-19 08:00"
 
 
+def test_what_if_rests_on_it_too(project, capsys):
+    step = measure(project)
+    assert main(["calibrate", "-q"]) == 0
+    capsys.readouterr()
+    assert main(["whatif", "link", "latency=3", "--json", "-q"]) == 0
+    as_they_are, slower_links = json.loads(capsys.readouterr().out)["rows"]
+    assert as_they_are["same_layouts_ms"] == pytest.approx(1e3 * step, rel=1e-3)
+    assert slower_links["same_layouts_ms"] > 1e3 * step
+
+
 # ---- a described one
 
 
