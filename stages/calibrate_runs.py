@@ -27,16 +27,14 @@ from pipeline.base.instantiate import add_code_path
 from pipeline.base.log import Log, say
 from pipeline.base.measured_runs import file_of, known, read_runs, write_runs
 from pipeline.config import ClusterSettings, ClusterSource, Config, listing, load_config, load_part, set_keys
-from pipeline.cost.corrected import decisions_of, priced_parts
-from pipeline.cost.op_prices import OpPrices
-from pipeline.cost.step import Priced
+from pipeline.cost.corrected import decisions_of, uncorrected_parts
+from pipeline.cost.parts import priced_parts
 from pipeline.ir.cluster import Cluster
 from pipeline.ir.correction import Correction, MeasuredPlan, MeasuredRun, StepParts, correction_of, with_run
 from pipeline.ir.plan import Plan
 from pipeline.ir.profile import as_run
 from pipeline.ir.report import Report
 from pipeline.ops.discovery.remembered import remember_in
-from pipeline.sharding.partitions import sharded_parts
 from pipeline.sharding.slices import sliced
 from pipeline.user.own_ops import know_own_ops
 
@@ -115,7 +113,7 @@ def read_run(root: Path, file: Path, config: Config, log: Log) -> Found:
 def measured_run(found: Found, config: Config) -> MeasuredRun:
     report, plan, own = found["report"].body, found["plan"].body, known(config, found["cluster"])
     seen = MeasuredPlan(decisions_of(plan), found["profile"].digest, report.date, parts_of(report))
-    return MeasuredRun(own.machine, own.figures, own.model, priced_parts(plan), seen)
+    return MeasuredRun(own.machine, own.figures, own.model, uncorrected_parts(plan), seen)
 
 
 def parts_of(report: Report) -> StepParts:
@@ -155,17 +153,17 @@ class PlanPrice:
 
 def price_of(found: Sequence[Found], cluster: Cluster) -> PlanPrice:
     compute = communication = 0.0
-    splits = [mesh for split in cluster.splits for meshes in split.meshes.values() for mesh in meshes]
-    meshes = {tuple((axis.name, axis.size) for axis in m.axes): m for m in (*splits, *cluster.mesh_candidates())}
     for one in found:
         plan: Plan = one["plan"].body
-        profile, frontier = one["profile"].body, one["frontier"].body
+        profile = one["profile"].body
+        frontier = replace(
+            one["frontier"].body, points=(), submesh_points=(), meshes=()
+        )  # these have the links of then
         graph, profile = sliced(as_run(one["graph"].body, profile.types), profile, plan.slices)
-        for partition, own in zip(plan.partitions, sharded_parts(plan, graph), strict=True):
-            ops = OpPrices(graph, profile, cluster.part(meshes[partition.axes]))
-            step = Priced(own, ops, frontier.optimizer_copies).step
-            compute += step.compute + step.optimizer
-            communication += step.communication
+        for part in priced_parts(plan, graph, profile, cluster, frontier):
+            assert part is not None  # planned for this very cluster
+            compute += part.step.compute + part.step.optimizer
+            communication += part.step.communication
     return PlanPrice(compute, communication)
 
 

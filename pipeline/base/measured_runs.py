@@ -52,7 +52,7 @@ def write_runs(root: Path, cluster: str, runs: tuple[MeasuredRun, ...]) -> None:
 
 
 @dataclass(frozen=True)
-class Known:
+class RunIdentity:
     """By what a run is found again: all digests."""
 
     machine: str
@@ -60,7 +60,7 @@ class Known:
     model: str
 
 
-def known(config: Config, cluster: Artifact) -> Known:
+def known(config: Config, cluster: Artifact) -> RunIdentity:
     """A described machine is its figures of data sheets, whatever they are said to reach; a measured one its hosts."""
     settings = config.plain("cluster")
     if config.cluster.source is ClusterSource.probe:
@@ -72,7 +72,7 @@ def known(config: Config, cluster: Artifact) -> Known:
         figures = config.digest("cluster")
     hosts = [[host.name, host.device, *host.ranks] for host in cluster.body.hosts]  # what memory is free changes
     model = [config.plain("model.module"), config.plain("model.precision")]
-    return Known(_digest([machine, hosts]), figures, _digest(model))
+    return RunIdentity(_digest([machine, hosts]), figures, _digest(model))
 
 
 def _digest(value: Any) -> str:

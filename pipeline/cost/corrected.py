@@ -126,7 +126,7 @@ def as_measured(prediction: Prediction, measured: MeasuredPlan) -> Prediction:
     )
 
 
-def priced_parts(plan: Plan) -> StepParts:
+def uncorrected_parts(plan: Plan) -> StepParts:
     """What the plan was priced at before any correction."""
     found, correction = plan.estimate or plan.prediction, plan.correction or Correction()
     compute, links = _computing(found) / correction.compute, correction.links

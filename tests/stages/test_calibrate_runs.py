@@ -17,7 +17,7 @@ from pipeline.base import artifacts
 from pipeline.base.measured_runs import read_runs
 from pipeline.base.stage import read
 from pipeline.config import load_config, load_part
-from pipeline.cost.corrected import basis_in_words, corrected, decisions_of, priced_parts
+from pipeline.cost.corrected import basis_in_words, corrected, decisions_of, uncorrected_parts
 from pipeline.cost.step import Workload
 from pipeline.ir.correction import Correction, MeasuredPlan, MeasuredRun, StepParts, correction_of, with_run
 from pipeline.ir.report import Breakdown
@@ -93,7 +93,7 @@ def measure(root, compute=1.5, links=2.0, beside=2e-3, parted=True, date=DATE, *
     """Training, so many times slower than the plan's figures say; the report as it would be written."""
     above = [artifacts.load(kind, root) for kind in ("graph", "plan")]
     plan, config = above[1].body, load_config(root)
-    priced = priced_parts(plan)
+    priced = uncorrected_parts(plan)
     parts = (compute * priced.compute, links * priced.communication, links * priced.hidden, priced.other + beside)
     step = parts[0] + parts[1] + parts[3]
     breakdown = Breakdown(step, *parts)
@@ -182,7 +182,7 @@ def test_another_batch_has_the_parts_corrected(project):
     run_stages("solve", "checkpoint")
     plain = plan_in(project)
     assert plain.correction is None and basis_in_words(plain) == ""
-    assert priced_parts(plan).compute == pytest.approx(plain.prediction.compute_seconds + _more(plain))
+    assert uncorrected_parts(plan).compute == pytest.approx(plain.prediction.compute_seconds + _more(plain))
 
 
 def _more(plan):
@@ -247,7 +247,7 @@ def test_what_if_rests_on_it_too(project, capsys):
 def test_a_described_cluster_reaches_what_was_measured(project, capsys):
     edit(project, "cluster", preset=TINY["cluster"]["preset"] | {"launch_us": 0.01, "latency_us": 0.01})
     run_stages("cluster", "solve", "checkpoint")
-    before = priced_parts(plan_in(project))
+    before = uncorrected_parts(plan_in(project))
     step = measure(project)
     assert main(["calibrate"]) == 0
     assert "preset.reached: products " in capsys.readouterr().out
@@ -258,18 +258,18 @@ def test_a_described_cluster_reaches_what_was_measured(project, capsys):
     plan = plan_in(project)
     assert plan.prediction.step_seconds == pytest.approx(step)
     assert plan.correction.compute == pytest.approx(1, rel=0.02) and plan.correction.links == pytest.approx(1, rel=0.02)
-    assert priced_parts(plan).compute == pytest.approx(1.5 * before.compute, rel=0.02)
+    assert uncorrected_parts(plan).compute == pytest.approx(1.5 * before.compute, rel=0.02)
 
 
 @described
 def test_links_whose_price_is_latency_take_longer_to_start(project):
-    before = priced_parts(plan_in(project))
+    before = uncorrected_parts(plan_in(project))
     measure(project)
     assert main(["calibrate", "-q"]) == 0
     reached = load_part(project, "cluster", "tiny").preset.reached
     assert reached.links == 1 and reached.collective_us > 1
     run_stages("cluster", "solve", "checkpoint")
-    after = priced_parts(plan_in(project))
+    after = uncorrected_parts(plan_in(project))
     assert after.communication == pytest.approx(2 * before.communication, rel=0.05)
 
 
