@@ -38,7 +38,7 @@ class Fault:
     file: str
     right: str  # stands once in the file
     wrong: str
-    tests: str  # files below tests/
+    tests: str  # files below tests/; of one that takes long the test alone
 
 
 FAULTS = (
@@ -185,10 +185,10 @@ FAULTS = (
         "pipeline/test_cost.py",
     ),
     Fault(
-        "what a region holds while it is recomputed counts no temporaries",
+        "what a link holds while it is run counts no temporaries",
         "pipeline/cost/memory.py",
-        "{exit_: storage.size(exit_)}) + most, gathered)",
-        "{exit_: storage.size(exit_)}), gathered)",
+        "beside = _temporaries(step, storage)[0]",
+        "beside = 0",
         "pipeline/test_cost.py",
     ),
     Fault(
@@ -344,38 +344,38 @@ FAULTS = (
     ),
     Fault(
         "one micro-batch fewer is in flight",
-        "stages/checkpoint/pipelines/schedules.py",
+        "pipeline/cost/schedules.py",
         "most[p] = max(most[p], now[p])",
         "most[p] = max(most[p], now[p] - 1)",
-        "stages/test_pipeline_hand.py stages/test_pipelines.py",
+        "stages/test_pipelines.py stages/test_pipeline_hand.py",
     ),
     Fault(
         "a gradient that is sent back is there at once",
-        "stages/checkpoint/pipelines/schedules.py",
+        "pipeline/cost/schedules.py",
         'before, late = Task("B", p + 1, m), loads[p].send',
         'before, late = Task("B", p + 1, m), 0.0',
-        "stages/test_pipeline_hand.py stages/test_pipelines.py",
+        "stages/test_pipelines.py stages/test_pipeline_hand.py",
     ),
     Fault(
         "partitions of a pipeline need no room for the parameters of their links",
         "stages/checkpoint/pipelines/partition_times.py",
-        "left -= self.shard.everywhere + (self.owned[l + 1] - self.owned[i])[:, None]",
-        "left -= self.shard.everywhere",
+        "left -= self.submesh.everywhere + (self.owned[l + 1] - self.owned[i])[:, None]",
+        "left -= self.submesh.everywhere",
         "stages/test_partition.py",
     ),
     Fault(
         "a number that is added to a sum over the batch stays out of its growth",
         "stages/codegen/growth.py",
-        "own.append(STAYS)",
-        "own.append(own[0])",
-        "stages/test_growth.py stages/test_codegen_slices.py",
+        "if op.args.get(n, name, None) != 0]",
+        "if isinstance(op.args.get(n, name, None), Ref)]",
+        "stages/test_growth.py",
     ),
     Fault(
         "verify takes the difference of its own rank for that of all",
         "stages/verify/compare.py",
         "    dist.all_reduce(furthest, op=dist.ReduceOp.MAX)\n",
         "",
-        "pipeline/test_verify.py stages/test_verify_command.py",
+        "stages/test_verify_command.py::test_a_difference_on_any_rank_is_known_to_all",
     ),
     # ---- stages: train
     Fault(
@@ -433,7 +433,7 @@ FAULTS = (
         "stages/report/page.py",
         '.replace("<", "\\\\u003c")',
         "",
-        "stages/test_report_page.py stages/test_report_facts.py",
+        "stages/test_report_facts.py stages/test_report_page.py",
     ),
     Fault(
         "a quote in a swept setting ends it",
@@ -451,7 +451,7 @@ FAULTS = (
     ),
     Fault(
         "the largest batch that fits is looked for among all numbers",
-        "stages/whatif/formula.py",
+        "stages/whatif/layouts.py",
         "if size <= most and size % step == 0]",
         "if size <= most]",
         "stages/test_whatif.py",

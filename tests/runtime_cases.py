@@ -21,7 +21,7 @@ from pipeline.runtime import context
 from pipeline.runtime.compiler.compiled import compiled
 from pipeline.runtime.programs.collectives import SHORT, all_reduce, own_sum
 from pipeline.runtime.programs.local_ops import count_targets, mean_cross_entropy, mean_of_shards
-from pipeline.runtime.programs.mesh import axis_of, set_mesh
+from pipeline.runtime.programs.mesh import axis_of, set_mesh, take_first
 from pipeline.runtime.programs.parameters import scope, shard_of, whole_of
 from pipeline.runtime.recompute.regions import recompute
 from pipeline.runtime.step.gradients import Gradients
@@ -111,6 +111,22 @@ def check_scattered_sums() -> None:
             assert found.dtype == dtype and torch.equal(found, wanted[axis.rank])
             with patch.object(Tensor, "is_cuda", property(lambda self: True)):
                 assert torch.equal(own_sum(rows, axis), found) and torch.equal(rows, wanted)
+
+
+def check_axes_of_several() -> str:
+    """On two axes of two: long sums and what the first rank has stay within the ranks of an axis."""
+    set_mesh({"a": 2, "b": 2})
+    rank = dist.get_rank()
+    for name, first in (("a", rank % 2), ("b", rank - rank % 2)):
+        axis = axis_of(name)
+        rows = torch.arange(2 * (SHORT // 8), dtype=torch.float64).view(2, -1) * (rank + 1)
+        wanted = rows.clone()
+        dist.all_reduce(wanted, group=axis.group)
+        assert torch.equal(own_sum(rows, axis), wanted[axis.rank]), name
+        own = torch.tensor(rank)
+        take_first([own], [name])
+        assert own == first, name
+    return "done"
 
 
 def check_cross_entropy() -> None:

@@ -37,17 +37,6 @@ class Played:
     def seconds(self) -> float:
         return max(self.ends, default=0.0)
 
-    def waits(self, tasks: Sequence[LineTask]) -> list[tuple[int, int, float]]:
-        """Each task for which its line has waited, the task that it waited for, and for how long."""
-        free: dict[str, float] = {}
-        found = []
-        for number, task in enumerate(tasks):
-            idle = self.starts[number] - free.get(task.line, 0.0)
-            if idle > ROUNDING * self.seconds and task.after:
-                found.append((number, max(task.after, key=lambda other: self.ends[other]), idle))
-            free[task.line] = self.ends[number]
-        return found
-
 
 def played(tasks: Sequence[LineTask], hidden: float) -> Played:
     """`hidden`: of computation and a collective at once, the part of the shorter one that costs nothing."""

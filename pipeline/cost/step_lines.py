@@ -158,7 +158,7 @@ class _Tasks:
             return
         for one in traffic.gathers:
             begun = self.handed or self.card
-            self.needed = self.add(f"gather for {name}", "gathers", one.seconds, begun, one.links)
+            self.needed += self.add(f"gather for {name}", "gathers", one.seconds, begun, one.links)
             self.on_card(f"handed to {name}", 0.0)
             self.handed = self.card
         blocked: Counter[str] = Counter()
@@ -173,7 +173,7 @@ class _Tasks:
         for one in traffic.beside:
             beside += self.add(f"sums of {name}", f"sums of activations {one.over}", one.seconds, begun, one.links)
         self.on_card(f"gradients of weights, {name}", late)
-        self.needed = (*self.needed, *beside)
+        self.needed += beside
         for one in traffic.trailing:
             self.add(f"scatter of {name}", f"scatters {one.over}", one.seconds, self.card, one.links)
         self.marks.append(self.card[0] if self.card else 0.0)

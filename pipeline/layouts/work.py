@@ -28,7 +28,7 @@ from pipeline.ir.profile import Kernel
 from pipeline.ir.program import Call, Convert, Step
 from pipeline.ops.rule import plain_view
 from pipeline.ops.table import rule_of
-from pipeline.sharding.conversions import conversion_of, made_again, step_axis
+from pipeline.sharding.conversions import conversion_of, made_again
 
 MOVE = "copy_"  # the kernel of a conversion that moves bytes on a rank
 
@@ -174,11 +174,7 @@ def _conversion(priced: Priced, step: Convert) -> tuple[Pass, Pass]:
     value, entry = priced.graph.values[step.source.value], conversion_of(*ends, sizes)
     if step.again:
         entry = made_again(entry)
-    number = step_axis(*ends, sizes)
-    others = [axis for axis, state in enumerate(ends[0].states) if state.kind == "S" and axis != number]
     nbytes = value.type.nbytes
-    for axis in others:
-        nbytes //= sizes[axis]
 
     def move(kind: str) -> Pass:
         if kind in COLLECTIVES:

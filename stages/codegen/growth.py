@@ -46,14 +46,13 @@ class _Growth:
             return self._sum(op, op.args.get(1, "dim", None))
         if reduction == SUM:
             return self._sum(op, None)
-        if name == "mul":
-            return _each(int.__add__, *self._arguments(op))
-        if name == "div":
-            return _each(int.__sub__, *self._arguments(op))
+        if name in ("mul", "div"):
+            joined = int.__add__ if name == "mul" else int.__sub__
+            return _each(joined, self._argument(op, 0, "self"), self._argument(op, 1, "other"))
         own = [self.read(Ref(value)) for value in op.inputs]
+        if name in ("add", "sub"):
+            own = self._terms(op)
         if name in ADDING:
-            if name in ("add", "sub") and any(isinstance(a, float | int) and a != 0 for a in op.args.positional[:2]):
-                own.append(STAYS)  # a number that is added; positions and dims of other ops are none
             return frozenset().union(*own) if all(own) else UNKNOWN
         if name in LINEAR or name == "mean":
             return own[0] if all(powers == STAYS for powers in own[1:]) else UNKNOWN
@@ -73,11 +72,16 @@ class _Growth:
     def _sized(self, names: Iterable[str]) -> bool:
         return any(self.larger.values[name].type != self.smaller.values[name].type for name in names)
 
-    def _arguments(self, op: Op) -> tuple[Powers, Powers]:
-        """Of the two that are multiplied or divided, however they are given."""
-        ours, theirs = ([a.get(n, name, None) for n, name in enumerate(("self", "other"))]
-                        for a in (op.args, self.smaller.op(op.name).args))  # fmt: skip
-        return self.read(ours[0], theirs[0]), self.read(ours[1], theirs[1])
+    def _terms(self, op: Op) -> list[Powers]:
+        """Of the two that are added; also a number is one, but for zero."""
+        mine, other = self._argument(op, 0, "self"), self._argument(op, 1, "other")
+        terms = {"self": mine, "other": _each(int.__add__, other, self._argument(op, 2, "alpha", 1))}
+        return [powers for n, (name, powers) in enumerate(terms.items()) if op.args.get(n, name, None) != 0]
+
+    def _argument(self, op: Op, position: int, name: str, default: Arg = None) -> Powers:
+        """However it is given."""
+        ours, theirs = (own.args.get(position, name, default) for own in (op, self.smaller.op(op.name)))
+        return self.read(ours, theirs)
 
     def read(self, arg: Arg, other: Arg = None) -> Powers:
         if isinstance(arg, Ref):

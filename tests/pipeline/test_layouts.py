@@ -27,7 +27,15 @@ from pipeline.layouts.sizes import (
     stage_layers,
     why_not,
 )
-from pipeline.layouts.step import LayoutPrices, StageSeconds, pipeline_seconds, state_bytes, visible
+from pipeline.layouts.step import (
+    LayoutPrices,
+    StageSeconds,
+    in_flight,
+    optimizer_seconds,
+    pipeline_seconds,
+    state_bytes,
+    visible,
+)
 from pipeline.layouts.work import RecomputeMode
 from stages.commands import planner_stages
 
@@ -192,6 +200,13 @@ def test_links_of_an_axis_are_those_of_a_mesh_of_the_planner():
     assert MACHINE.axis("dp", 4, 8).links == mesh.axes[1].links
 
 
+def test_a_machine_of_other_sizes_has_whole_hosts_and_slower_links_are_slower_to_begin():
+    assert [machine(1).sized(devices).devices for devices in (4, 8, 12, 64)] == [4, 8, 16, 64]
+    late = machine(1, reached=replace(MACHINE.settings.preset.reached, collective_us=7.0))
+    own, slower = (one.axis("tp", 8, 1).links["all_reduce"] for one in (late, late.with_links(0.5, 3.0)))
+    assert slower.latency == pytest.approx(3 * own.latency) and slower.bandwidth == pytest.approx(own.bandwidth / 2)
+
+
 def test_what_is_measured_or_uneven_is_refused():
     for name, what in (("local_cpu", "measured"), ("simulated", "differ")):
         with pytest.raises(ClusterError, match=what):
@@ -273,6 +288,32 @@ def test_the_laws_of_a_step(layout, attention):
     assert own.seconds == pytest.approx(prices().seconds(layout))
 
 
+def test_zero_gathers_and_scatters_what_its_level_splits_in_each_micro_batch():
+    """ZeRO-2 the gradients after backward, ZeRO-3 also the parameters before both passes."""
+    layout = ParallelLayout(8, 1, 1, 4, 256, overlap=OverlapMode.none)
+    links, own = MACHINE.axis("dp", 8, 1).links, parts()
+    gathered, scattered = (
+        sum(
+            links[kind].seconds(sum(part.parameters)) * times
+            for part, times in ((own.before, 1), (own.layer, 24), (own.after, 1))
+        )
+        for kind in ("all_gather", "reduce_scatter")
+    )
+    (plain,), (first,), (second,), (third,) = (prices().stages(replace(layout, zero=zero)) for zero in range(4))
+    assert first == plain and second.forward == plain.forward
+    assert second.backward - plain.backward == pytest.approx(scattered)
+    assert third.forward - plain.forward == pytest.approx(gathered)
+    assert third.backward - plain.backward == pytest.approx(gathered + scattered)
+
+
+@pytest.mark.parametrize(("dp", "zero"), [(1, 0), (8, 3)])
+def test_the_optimizer_updates_each_parameter_once(dp, zero):
+    """A tied embedding as well; with ZeRO each replica its own part. Nothing else is left for the end of the step."""
+    layout = ParallelLayout(dp, 1, 1, 4, 256, zero=zero, overlap=OverlapMode.none)
+    ends = prices().seconds(layout) - pipeline_seconds(prices().stages(layout), layout)[0]
+    assert ends == pytest.approx(optimizer_seconds(SMALL.parameters / dp, MACHINE.card), rel=0.02)
+
+
 def test_megatrons_overlap_hides_what_tensor_parallelism_sends():
     layout = ParallelLayout(1, 8, 1, 8, 256, sequence_parallel=True)
     runtime, megatron = (
@@ -309,6 +350,31 @@ def test_memory_falls_with_tp_and_zero(layout):
 def test_bytes_of_a_parameter():
     of = [state_bytes(2.0, ParallelLayout(4, 1, 1, 1, 4, zero=zero)) for zero in range(4)]
     assert of == [16.0, 7.0, 5.5, 4.0]
+
+
+def test_memory_is_what_stays_what_is_saved_and_the_largest_peak():
+    layout, own = ParallelLayout(8, 1, 1, 4, 256), parts()
+    weights = sum(own.before.parameters) + 24 * sum(own.layer.parameters)  # the last product has the first's table
+    ends = [end.held[RecomputeMode.none] for end in (own.before, own.after)]
+    block = own.layer.held[RecomputeMode.none]
+    saved = 24 * block.saved + sum(end.saved for end in ends)
+    expected = 8 * weights + saved + max(one.peak for one in (block, *ends)) + MACHINE.compute.workspace
+    assert max(end.peak for end in ends) > 2 * block.peak  # logits of all words
+    assert prices().memory(layout) == pytest.approx(expected)
+    second, third = (prices().memory(replace(layout, zero=zero)) for zero in (2, 3))
+    assert second - third == pytest.approx(
+        weights * 7 / 8 - 2 * sum(own.layer.parameters)
+    )  # this block's and the next's
+
+
+def test_an_interleaved_stage_holds_what_its_order_has_in_flight():
+    for micro_batches, chunks in ((64, 2), (16, 3), (4, 2)):
+        layout = ParallelLayout(1, 1, 4, 1, micro_batches, schedule=Pipeline.INTERLEAVED, chunks=chunks)
+        now = most = 0
+        for task in orders(Pipeline.INTERLEAVED, 4, micro_batches, chunks).tasks[0]:
+            now += 1 if task.phase == "F" else -1
+            most = max(most, now)
+        assert in_flight(layout, 0) == most / chunks
 
 
 def test_gpipe_holds_every_micro_batch():

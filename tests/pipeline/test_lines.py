@@ -65,7 +65,7 @@ def test_what_hides_nothing_takes_as_long_as_one_after_the_other(tasks: list[Lin
     assert played(near, 0.0).seconds == pytest.approx(sum(task.seconds for task in tasks))
 
 
-def test_tasks_that_share_links_and_who_waits() -> None:
+def test_tasks_that_share_links() -> None:
     """card   |--4--|   wait  |-1-|
     sums   |----6----|            both have half of the links: of 6 s 3 are left when the other 3 are done, at 6
     other  |--3--|
@@ -76,9 +76,7 @@ def test_tasks_that_share_links_and_who_waits() -> None:
         LineTask("other", 3.0, uses="near"),
         LineTask("card", 1.0, after=(1,)),
     ]
-    found = played(tasks, 1.0)
-    assert found.ends == pytest.approx((4.0, 9.0, 6.0, 10.0))
-    assert found.waits(tasks) == [(3, 1, pytest.approx(5.0))]
+    assert played(tasks, 1.0).ends == pytest.approx((4.0, 9.0, 6.0, 10.0))
 
 
 def test_what_is_after_a_later_task_is_refused() -> None:
@@ -130,7 +128,8 @@ def test_gathers_begin_when_the_one_before_is_handed_out() -> None:
     gathers = Traffic(gathers=(near(1.0),))
     step = StepLines(passes(gathers, gathers), (), 1, 1.0)
     assert step.saved == pytest.approx(5.0) and step.behind == 6.0
-    assert StepLines(passes(gathers, gathers), (), 3, 1.0).saved == pytest.approx(15.0)
+    thrice = StepLines(passes(gathers, gathers), (Bucket(0, (near(2.0),)),), 3, 1.0)
+    assert thrice.saved == pytest.approx(15.0) and thrice.behind == 3 * 6 + 2  # gradients are summed once
     long = Traffic(gathers=(near(3.0),))  # 1 s of it is waited for after forward, nothing after backward
     assert StepLines(passes(long, long), (), 1, 1.0).saved == pytest.approx(3 * 2 + 2 * 3)
 
@@ -151,3 +150,14 @@ def test_as_megatron_does_it() -> None:
     assert StepLines(passes(back=beside), (), 1, 1.0).saved == pytest.approx(3.0)
     trailing = Traffic(trailing=(near(2.0),))
     assert StepLines(passes(back=trailing), (), 1, 1.0).saved == pytest.approx(4.0)  # all but the last
+    longer = Traffic(beside=(near(2.0),), late=9.0)  # than the link's own 4 s: all of these, and no more
+    assert StepLines(passes(back=longer), (), 1, 1.0).saved == pytest.approx(6.0)
+    both = Traffic(beside=(near(1.0), Collective("d1", "far", 2.0)), late=1.0)
+    assert StepLines(passes(back=both), (), 1, 1.0).saved == pytest.approx(6.0)
+
+
+def test_a_link_that_gathers_waits_for_the_sums_before_it_too() -> None:
+    """Sums of 3 s leave a second before the end of each backward, and the next gather of 0.5 s is there by then."""
+    back = Traffic(gathers=(Collective("d1", "far", 0.5),), beside=(near(3.0),), late=1.0)
+    runs = passes(back=back)[3:]
+    assert StepLines(runs, (), 1, 1.0).durations() == pytest.approx([4.5, 6.0, 6.0, 2.0])

@@ -33,6 +33,10 @@ def test_on_ranks(outcomes, ranks: int, case: str) -> None:
         assert not errors[case], f"rank {rank}:\n{errors[case]}"
 
 
+def test_an_axis_is_not_all_ranks() -> None:
+    assert run_ranks(4, runtime_cases.check_axes_of_several) == ["done"] * 4
+
+
 def test_cases_cover_the_table() -> None:
     pairs = {source.kind + target.kind for _, source, target in runtime_cases.conversions().values()}
     assert pairs == set(TABLE)

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 
 from pipeline.config import Checkpoint, Recompute
+from pipeline.cost.chain_memory import unrecomputed_peak
 from pipeline.cost.step import Priced, Workload, gradient_sum_seconds
 from pipeline.cost.traffic import Ran, RunKind, lines_of
 from pipeline.cost.two_lines import unrecomputed_runs, unrecomputed_seconds
@@ -86,6 +87,13 @@ def test_what_runs_behind(plan: str) -> None:
         assert more.saved > 0 == lines.saved
 
 
+def test_of_a_product_s_backward_the_half_that_makes_the_weight_s_gradient_waits_for_nothing() -> None:
+    found = priced("gpt", "tp", Overlap("megatron", 0.8))
+    late = sum(run.traffic.late for run in lines_of(found, unrecomputed_runs(found)).runs)
+    products = [op.name for op in found.graph.ops if op.target == "aten.linear.default"]
+    assert late == pytest.approx(sum(found.op(name).backward for name in products) / 2) and late > 0
+
+
 def test_in_several_micro_batches_gathers_are_hidden_in_each_and_sums_in_the_last(small_buckets: None) -> None:
     for plan, times in (("ddp", 1), ("zero3", 3)):
         one, three = (priced("gpt", plan, micro_batches=count) for count in (1, 3))
@@ -144,6 +152,18 @@ def test_and_of_named_plans(plan: str) -> None:
     assert problem.behind(picked) == pytest.approx(lines.behind, rel=1e-6) and lines.behind > 0
     weighed = problem.exposing(1 - lines.saved / lines.behind)
     assert weighed.cost(picked) == pytest.approx(unrecomputed_seconds(own), rel=1e-6)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize(
+    ("plan", "off"), [("ddp", 0.01), ("zero1", 0.01), ("zero2", 0.02), ("zero3", 0.05), ("tp", 0.02)]
+)
+def test_the_problem_holds_what_a_step_does(plan: str, off: float, micro_batches: int) -> None:
+    """Moment by moment what the step's price of memory finds link by link: so the solver's limit is the step's."""
+    own, load = priced("gpt", plan, micro_batches=micro_batches), workload("gpt", micro_batches=micro_batches)
+    problem, choices = build(load)
+    picked = found_again(load, own.sharding, problem, choices)
+    assert problem.peak(picked) == pytest.approx(unrecomputed_peak(own), rel=off)
 
 
 def found_again(load: Workload, sharding, problem, choices):

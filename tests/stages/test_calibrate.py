@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
+import logging
 import shutil
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from pipeline.layouts.machine import machine_of
 from pipeline.layouts.measured import COLUMNS, AllWorks, step_of
 from pipeline.layouts.work import RecomputeMode
 from stages.__main__ import main
+from stages.calibrate import read_steps
 from stages.commands import planner_stages
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,6 +64,32 @@ def test_shares_are_found_written_and_taken(project, capsys):
         assert getattr(reached, name) == pytest.approx(SHARES[name], rel=0.15), name
     assert main(price) == 0
     assert capsys.readouterr().out != before
+
+
+def test_errors_are_those_of_all_steps_and_three_digits_are_written(project, capsys, monkeypatch):
+    """Of three steps one is fitted; they took as long as is predicted, twice and four times as long."""
+    planner = planner_stages()
+    here = machine_of(load_part(ROOT, "cluster", "dgx_h100"), planner, "here")
+    times = predicted(
+        [step_of(row, RecomputeMode.full, 51200) for row in STEPS[:3]], here, AllWorks(load_config(ROOT), planner)
+    )
+    rows = [{**row, "milliseconds": 1e3 * n * t} for n, row, t in zip((1, 2, 4), STEPS, times, strict=False)]
+    write(project / "steps.csv", rows)
+    monkeypatch.setattr("stages.calibrate.MOST", 1)
+    found = with_shares(here, np.log([0.654321, 0.31415, 0.777777, 12.3456, 0.55555, 9.87654]))
+    monkeypatch.setattr("stages.calibrate.calibrated", lambda steps, *_: found if len(steps) == 1 else here)
+    assert main(["calibrate", "steps.csv", "--cluster", "dgx_h100", "--recompute", "full"]) == 0
+    assert "3 steps, 1 of them fitted: mean error 41.7% before" in capsys.readouterr().out
+    reached = load_part(project, "cluster", "dgx_h100").preset.reached
+    assert [getattr(reached, name) for name in SHARES] == [0.654, 0.314, 0.778, 12.3, 0.556, 9.88]
+
+
+def test_steps_are_of_the_recompute_and_the_overlap_that_are_named(project):
+    write(project / "steps.csv", STEPS[:1])
+    given = argparse.Namespace(steps=project / "steps.csv", recompute="selective", vocabulary=1000, overlap="megatron")
+    ((model, layout),) = [(step.model, step.layout) for step in read_steps(given, logging.getLogger())]
+    assert (layout.recompute, layout.overlap, model.vocabulary) == ("selective", "megatron", 1000)
+    assert (layout.dp, layout.tp, layout.pp, layout.micro_batch, layout.batch) == (8, 1, 1, 1, 64)
 
 
 @pytest.mark.parametrize(

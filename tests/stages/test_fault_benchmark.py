@@ -1,4 +1,4 @@
-"""What the benchmark of faults counts as lost, and as a difference."""
+"""What the benchmark of faults counts as lost, and as a difference; and that faults to plant are of today's source."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.faults import Disturbed, Kill, difference, table
+from benchmarks.planted_source_faults import FAULTS, ROOT
 
 
 def test_an_acknowledged_snapshot_must_be_there(tmp_path: Path) -> None:
@@ -57,3 +58,10 @@ def test_the_largest_difference_of_losses_and_parameters(tmp_path: Path) -> None
     assert difference(roots[0], roots[0]) == 0
     (roots[1] / "runs/train/report.json").write_text(json.dumps({"body": {"losses": [2.0]}}))
     assert difference(*roots) == float("inf")
+
+
+def test_a_fault_to_plant_has_one_place_in_the_source_and_tests_that_are_there() -> None:
+    assert len({fault.what for fault in FAULTS}) == len(FAULTS)
+    for fault in FAULTS:
+        assert (ROOT / fault.file).read_text().count(fault.right) == 1 and fault.wrong != fault.right, fault.what
+        assert all((ROOT / "tests" / name.partition("::")[0]).is_file() for name in fault.tests.split()), fault.what

@@ -24,6 +24,9 @@ MEANS: dict[str, Loss] = {
     "sum of features": lambda y, x: y.pow(2).sum(1).mean() + 1,
     "batchmean": lambda y, x: F.kl_div(y.log_softmax(1), x.softmax(1), reduction="batchmean"),
     "cross entropy": lambda y, x: F.cross_entropy(y, x.argmax(1)),
+    "sum and a count by a count": lambda y, x: ((y - x) ** 2).sum().add(len(x)) / len(x),
+    "sum of losses in a list": lambda y, x: sum([F.mse_loss(y, x), y.abs().mean()]),
+    "sum times a fraction that is added": lambda y, x: torch.add(y.abs().mean(), x.sum(), alpha=1 / len(x)),
 }
 SUMS: dict[str, Loss] = {
     "sum": lambda y, x: F.mse_loss(y, x, reduction="sum"),
@@ -35,6 +38,14 @@ SUMS: dict[str, Loss] = {
 BOTH: dict[str, Loss] = {
     "mean and sum": lambda y, x: F.mse_loss(y, x) + 0.1 * y.abs().sum(),
     "stacked": lambda y, x: torch.stack([y.sum(), x.mean()]).sum(),
+    "sum and a number": lambda y, x: y.abs().sum() + 3,
+    "sum less a number": lambda y, x: y.abs().sum() - 0.5,
+    "mean and a count": lambda y, x: F.mse_loss(y, x) + 0.1 * len(x),
+}
+# Of the number that is added the mean has less with more samples.
+FALLING: dict[str, Loss] = {
+    "sum and a number by a count": lambda y, x: (((y - x) ** 2).sum() + 3) / len(x),
+    "mean and a fraction": lambda y, x: F.mse_loss(y, x) + 1 / len(x),
 }
 NOT_TOLD: dict[str, Loss] = {
     "over samples by a product": lambda y, x: (y.T @ x).sum(),
@@ -78,6 +89,11 @@ def test_sums_grow(loss: Loss) -> None:
 @pytest.mark.parametrize("loss", BOTH.values(), ids=BOTH)
 def test_terms_that_differ_are_told(loss: Loss) -> None:
     assert growth(loss) == {0, 1}
+
+
+@pytest.mark.parametrize("loss", FALLING.values(), ids=FALLING)
+def test_a_number_that_is_added_is_a_term(loss: Loss) -> None:
+    assert growth(loss) == {0, -1} and 1 / (SAMPLES / FEWER) < repeated(loss) < 1
 
 
 @pytest.mark.parametrize("loss", NOT_TOLD.values(), ids=NOT_TOLD)

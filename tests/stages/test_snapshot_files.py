@@ -277,6 +277,15 @@ def _shards(whole: torch.Tensor, cut: list[list[int]]) -> list[BoxedTensor]:
     return [*found, dataclasses.replace(found[0], tensor=found[0].tensor.clone())]
 
 
+def test_replicas_share_out_what_is_written() -> None:
+    """By bytes: the wide one is as much as the four others."""
+    sizes = {"wide": (8, torch.float64), **{name: (4, torch.float32) for name in "abcd"}}
+    offer = [BoxedTensor.whole(name, torch.zeros(size, dtype=dtype)).offer() for name, (size, dtype) in sizes.items()]
+    shared = shared_out([offer, offer])
+    written = {name: next(iter(saved.boxes.values())) for name, saved in shared.items()}
+    assert written == {"wide": file_of(0), **dict.fromkeys("abcd", file_of(1))}
+
+
 def test_boxes_that_tile() -> None:
     assert tiles((), [((), ())]) and not tiles((), [])
     assert tiles((0, 3), []) and tiles((4,), [((0,), (1,)), ((1,), (3,))])
@@ -341,6 +350,7 @@ def test_a_run_goes_on_until_it_is_finished(tmp_path: Path, log) -> None:
     snapshot(folder, 4)
     assert Path(prepared(tmp_path, log[0], steps=99)["folder"]) == folder and snapshots_in(folder)
     assert Path(prepared(tmp_path, log[0], seed=99)["folder"]) != folder and snapshots_in(folder)
+    assert Path(prepared(tmp_path, log[0], steps=4)["folder"]) == folder  # all are taken, what follows them is not
     with pytest.raises(TrainError, match=r"adamw.yaml: steps: 3 steps are asked for, .* come to step 4; raise `steps`"):
         prepared(tmp_path, log[0], steps=3)
     manifest.finish(folder)
@@ -471,3 +481,38 @@ def test_any_bit_changes_the_checksum(dtype: torch.dtype, place: int) -> None:
 def test_only_equal_places_are_compared() -> None:
     seen = [{("a", 0): 1, ("b", 0): 2}, {("a", 1): 3, ("b", 0): 2}, {("b", 0): 4}]
     assert difference(seen[:2]) == "" and difference(seen) == "b differs between rank 0 and rank 2"
+
+
+# ---- copies on the host
+
+
+def test_copies_on_the_host_are_made_of_what_is_written_here_and_into_the_same_memory() -> None:
+    staging = writer._Staging()
+    state = {"weights/a": torch.ones(2), "weights/b": torch.ones(3), "optimizer/a/exp_avg": torch.ones(2)}
+    given = [BoxedTensor.whole(name, tensor) for name, tensor in state.items()]
+    first = staging.copied(given)
+    assert first.keys() == state.keys() and staging.not_finite() == ""
+    staging.wrote(first, ["weights/a", "optimizer/a/exp_avg"])  # another rank has b
+    state["weights/a"][0] = 7.0
+    again = staging.copied(given)
+    assert again.keys() == {"weights/a", "optimizer/a/exp_avg"} and again["weights/a"].tensor.tolist() == [7.0, 1.0]
+    assert again["weights/a"].tensor is first["weights/a"].tensor is not state["weights/a"]
+    later = staging.copied([*given, BoxedTensor.whole("optimizer/b/exp_avg", torch.zeros(3))])
+    assert later.keys() == {*again, "optimizer/b/exp_avg"}  # of a state that is new nobody knows yet who writes it
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "told"),
+    [
+        ("weights/a", "inf", "weights/a is infinite"),
+        ("optimizer/a/exp_avg", "-inf", "optimizer/a/exp_avg is infinite"),
+        ("weights/mask", "-inf", ""),  # which nobody trains
+        ("weights/mask", "nan", "weights/mask is not a number"),
+    ],
+)
+def test_what_no_training_goes_on_from_is_no_snapshot(name: str, number: str, told: str) -> None:
+    staging = writer._Staging()
+    state = {key: torch.ones(2) for key in ("weights/a", "weights/mask", "optimizer/a/exp_avg")}
+    state[name][1] = float(number)
+    staging.copied([BoxedTensor.whole(key, tensor) for key, tensor in state.items()])
+    assert staging.not_finite() == told

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,6 +32,7 @@ from pipeline.sharding.lowering import lower
 from stages.__main__ import main
 from stages.verify import run as verify_run
 from stages.verify import worker
+from stages.verify.compare import Gap, everywhere
 from stages.verify.float64 import ANY, grouped_product, in_float32, in_float64, split_draws
 from stages.verify.locate import _is_lower
 from stages.verify.record import BEFORE, _steps_of, names_of
@@ -259,6 +261,15 @@ def test_nothing_to_verify_is_one_line(tmp_path, monkeypatch, capsys) -> None:
     assert main(["verify", "-q"]) == 2
     line = capsys.readouterr().err.strip()
     assert "runs/trace/graph.json" in line and "dvc repro trace" in line and "\n" not in line
+
+
+def test_a_difference_on_any_rank_is_known_to_all() -> None:
+    assert run_ranks(RANKS, _differing) == [[Gap(2.0, 5.0), Gap(0.0, 0.0), Gap(1.0, 3.0)]] * RANKS
+
+
+def _differing() -> list[Gap]:
+    rank = dist.get_rank()
+    return everywhere([Gap(2.0 * rank, 5.0), Gap(0.0, 0.0), Gap(1.0 - rank, 3.0)])
 
 
 # ---- the first differing op
