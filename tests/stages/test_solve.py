@@ -108,6 +108,30 @@ def test_the_cost_of_any_plan_is_the_price_of_its_program():
     assert copies > 10
 
 
+@pytest.mark.parametrize("field", ["temporary_forward", "temporary_backward", "extra_saved", "workspace"])
+def test_the_problem_holds_what_an_op_takes_as_long_as_it_does(field):
+    """What libraries keep is there all the time."""
+    graph, profile, cluster = GRAPHS["mlp"](), profile_of("mlp"), preset(2)
+    number = 3
+    name = graph.ops[number].name
+    forward, backward = number, 2 * len(graph.ops) - 1 - number
+    first, last = {
+        "temporary_forward": (forward, forward),
+        "temporary_backward": (backward, backward),
+        "extra_saved": (forward, backward),
+        "workspace": (0, 2 * len(graph.ops)),
+    }[field]
+    if field == "workspace":
+        more = Workload(graph, profile, replace(cluster, compute=replace(cluster.compute, workspace=10**6)), 2.0)
+    else:
+        taken = {**profile.ops, name: replace(profile.ops[name], **{field: 10**6})}
+        more = Workload(graph, replace(profile, ops=taken), cluster, 2.0)
+    before, after = (build(own)[0] for own in (Workload(graph, profile, cluster, 2.0), more))
+    change = after.held([0] * len(after.nodes)) - before.held([0] * len(before.nodes))
+    assert [moment for moment, held in enumerate(change) if held] == [*range(first, last + 1)]
+    assert set(change[first : last + 1]) <= {10**6, 5 * 10**5}
+
+
 @pytest.mark.parametrize("name", ["gpt", "mlp"])
 def test_the_frontier_of_a_real_model_trades_time_for_memory(name):
     problem, _, points = solved(name)
