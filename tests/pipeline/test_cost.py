@@ -522,16 +522,26 @@ def test_what_the_links_of_a_data_parallel_mlp_hold():
 ACTIVATION = 4 * SAMPLES * LENGTH * WIDTH
 
 
-def test_what_an_op_takes_while_it_runs_is_in_the_peak_of_every_run():
-    """Also of the one that drops what it made; each rank of a split op takes its part."""
+def first_link(sharding, **taken):
+    """Where its first op takes that beside its tensors."""
     graph, profile = mlp_graph(), profile_of("mlp")
     op = graph.chain[0].ops[0]
-    more = replace(profile, ops={**profile.ops, op: replace(profile.ops[op], temporary_forward=10**6)})
-    for sharding, part in ((everywhere(graph, "R"), 1), (data_parallel(), 2)):
-        before, after = (
-            Workload(graph, own, preset(2), 2.0).priced(sharding).step.links[0].memory for own in (profile, more)
-        )
-        assert after.forward_peak - before.forward_peak == after.dropped_peak - before.dropped_peak == 10**6 // part
+    own = replace(profile, ops={**profile.ops, op: replace(profile.ops[op], **taken)})
+    return Workload(graph, own, preset(2), 2.0).priced(sharding).step.links[0].memory
+
+
+@pytest.mark.parametrize("part", [1, 2])
+def test_what_an_op_takes_is_in_the_peak_of_every_run(part):
+    """Also of the one that drops what it made, and backward; each rank of a split op takes its part."""
+    sharding = data_parallel() if part == 2 else everywhere(mlp_graph(), "R")
+    none, forward = (first_link(sharding, temporary_forward=n) for n in (0, 10**6))
+    assert forward.forward_peak - none.forward_peak == forward.dropped_peak - none.dropped_peak == 10**6 // part
+    assert (forward.kept, forward.backward_extra) == (none.kept, none.backward_extra)
+    once, twice = (first_link(sharding, temporary_backward=n) for n in (10**6, 2 * 10**6))
+    assert twice.backward_extra - once.backward_extra == 10**6 // part
+    assert (once.kept, once.forward_peak) == (none.kept, none.forward_peak)
+    kept = first_link(sharding, extra_saved=10**6)
+    assert kept.kept - none.kept == kept.forward_peak - none.forward_peak == 10**6 // part
 
 
 def test_a_rung_is_counted_once_with_its_gradient():

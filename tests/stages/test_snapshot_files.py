@@ -123,6 +123,28 @@ def test_any_damage_is_found(tmp_path: Path, file: str, harm: Any) -> None:
         check_files(path, read_manifest(path))
 
 
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("losses", [1.0] * 3),
+        ("losses", [1.0] * 3 + [1e300]),
+        ("seconds", []),
+        ("seconds", [0.1] * 5),
+        ("seconds", [0.0]),
+        ("evaluated", [[2]]),
+        ("peak_bytes", [-1]),
+        ("ranks", 2.0),
+        ("samples", True),
+        ("settings", []),
+    ],
+)
+def test_numbers_of_a_snapshot_are_those_of_its_steps(tmp_path: Path, name: str, wrong: Any) -> None:
+    path = snapshot(tmp_path, 4)
+    write_manifest(path, about(4, **{name: wrong}), read_manifest(path)["files"])
+    with pytest.raises(Damaged, match=f"its {name} are not those of a run"):
+        read_manifest(path)
+
+
 def _write_version_1(path: Path) -> None:
     found = json.loads(path.read_text())
     path.write_text(json.dumps({**found, "version": 1}))
@@ -387,6 +409,16 @@ def test_snapshots_of_the_run_before_stay_until_another_has_come_as_far(tmp_path
     manifest.remove_replaced(folder)
     assert [path.name for path in snapshots_in(folder)] == ["step-000004"] and kept(folder) == []
     assert [os.listdir(run) for run in manifest.earlier_runs(folder)] == [["best"]]  # which is not of our making
+
+
+def test_a_run_before_stays_with_all_its_snapshots_until_the_last_of_them_is_reached(tmp_path: Path, log) -> None:
+    folder = Path(prepared(tmp_path, log[0], **EVERY)["folder"])
+    for step in (2, 4):
+        snapshot(folder, step)
+    prepared(tmp_path, log[0], **EVERY, resume="never")
+    snapshot(folder, 3)
+    manifest.remove_replaced(folder)
+    assert kept(folder) == ["step-000004", "step-000002"]
 
 
 def test_damaged_snapshots_and_the_user_s_own_files_are_put_aside_as_well(tmp_path: Path, log) -> None:
