@@ -428,6 +428,7 @@ def test_gradients_that_are_not_sent_need_no_memory_to_send():
         extra[name] = first.memory.backward_extra
     weight, bias = (graph.values[n].type.nbytes for n in graph.ops[0].inputs[1:])
     assert extra["R"] < 2 * weight < 2 * weight + bias < extra["B"]  # the gradients are there in both
+    assert extra["B"] - extra["R"] == weight + bias  # small ones are sent together
 
 
 def test_what_is_gathered_together_pays_for_one_collective():

@@ -209,10 +209,11 @@ def test_the_newest_are_kept_and_leftovers_swept(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["notes", "step-000009", "step-000100", "step-001000"]
 
 
-def test_an_older_one_stays_while_a_newer_one_lacks_a_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("harm", [_cut, Path.unlink])
+def test_an_older_one_stays_while_a_newer_one_lacks_a_file(tmp_path: Path, harm: Any) -> None:
     for step in (2, 4):
         snapshot(tmp_path, step)
-    (tmp_path / name_of(4) / FILES[0]).unlink()
+    harm(tmp_path / name_of(4) / FILES[0])
     manifest.keep_newest(tmp_path, 1)
     assert [path.name for path in snapshots_in(tmp_path)] == [name_of(4), name_of(2)]
 
