@@ -311,6 +311,13 @@ FAULTS = (
         "stages/test_pipeline_hand.py",
     ),
     Fault(
+        "a gradient of several links is complete with the last that reads its parameter",
+        "pipeline/cost/traffic.py",
+        "for number in reversed(range(first, last + 1)):",
+        "for number in range(first, last + 1):",
+        "pipeline/test_traffic.py",
+    ),
+    Fault(
         "a bias that hides something is taken for none",
         "pipeline/tracing/simplify.py",
         "mask is not None and bool(mask.all()) else None",

@@ -10,7 +10,7 @@ import pytest
 from pipeline.config import Checkpoint, Recompute
 from pipeline.cost.chain_memory import unrecomputed_peak
 from pipeline.cost.step import Priced, Workload, gradient_sum_seconds
-from pipeline.cost.traffic import Ran, RunKind, lines_of
+from pipeline.cost.traffic import Ran, RunKind, _Found, lines_of
 from pipeline.cost.two_lines import unrecomputed_runs, unrecomputed_seconds
 from pipeline.ir.buckets import bucket_members
 from pipeline.ir.cluster import Cluster, Group, Mesh, Overlap
@@ -92,6 +92,15 @@ def test_of_a_product_s_backward_the_half_that_makes_the_weight_s_gradient_waits
     late = sum(run.traffic.late for run in lines_of(found, unrecomputed_runs(found)).runs)
     products = [op.name for op in found.graph.ops if op.target == "aten.linear.default"]
     assert late == pytest.approx(sum(found.op(name).backward for name in products) / 2) and late > 0
+
+
+def test_a_gradient_is_complete_with_the_first_link_that_reads_its_parameter() -> None:
+    """Of a copy that is made before the chain once all of it is undone; of a partition its own links count."""
+    table = "p_model_token_weight"  # read by the first link and the last before the loss
+    plain, copied = (_Found(priced("tied", plan)) for plan in ("ddp", "zero2"))
+    head = len(plain.graph.chain) - 2
+    assert plain._first_readers(None)[table] == 0 and copied._first_readers(None)[table] == -1
+    assert plain._first_readers((1, head))[table] == head and table not in plain._first_readers((1, head - 1))
 
 
 def test_in_several_micro_batches_gathers_are_hidden_in_each_and_sums_in_the_last(small_buckets: None) -> None:
