@@ -227,3 +227,6 @@ def test_runs_of_links_have_the_traffic_of_each() -> None:
     assert len(forward.gathers) == sum(len(traffic.gathers) for traffic in apart) > 0
     assert len(again.gathers) == len(at_once.gathers) > len(forward.gathers)
     assert len(again.blocking) < len(at_once.blocking) or not forward.blocking
+    split = priced("gpt", "tp")
+    forward, again, at_once = (run.traffic.blocking for run in lines_of(split, both).runs)
+    assert forward and len(again) + len(forward) == len(at_once)  # of the forward pass none is sent again
