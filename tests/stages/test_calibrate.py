@@ -86,7 +86,9 @@ def test_errors_are_those_of_all_steps_and_three_digits_are_written(project, cap
 
 def test_steps_are_of_the_recompute_and_the_overlap_that_are_named(project):
     write(project / "steps.csv", STEPS[:1])
-    given = argparse.Namespace(steps=project / "steps.csv", recompute="selective", vocabulary=1000, overlap="megatron")
+    given = argparse.Namespace(
+        files=[project / "steps.csv"], recompute="selective", vocabulary=1000, overlap="megatron"
+    )
     ((model, layout),) = [(step.model, step.layout) for step in read_steps(given, logging.getLogger())]
     assert (layout.recompute, layout.overlap, model.vocabulary) == ("selective", "megatron", 1000)
     assert (layout.dp, layout.tp, layout.pp, layout.micro_batch, layout.batch) == (8, 1, 1, 1, 64)

@@ -174,6 +174,8 @@ def test_the_largest_micro_batch_by_layouts_with_a_layout_given(ask):
     fitting = [row["micro_batch"] for row in found["rows"] if row["step_ms"]]
     assert max(fitting) == found["found"]["fits"] < found["found"]["fails"]
     assert all("tp=2" in row["layout"] and "recompute=full" in row["layout"] for row in found["rows"] if row["step_ms"])
+    rows = ask("batch", *ONE_HOST, "tp=2", "recompute=full", "zero=1", "--step", "2", "--most", "4")["rows"]
+    assert [row["micro_batch"] for row in rows] == [2, 4]
 
 
 def test_budgets_by_layouts_are_where_the_fastest_layout_changes(ask, prices):
