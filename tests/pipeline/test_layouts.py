@@ -13,7 +13,9 @@ from pipeline.base.errors import ClusterError
 from pipeline.config import listing, load_config, load_part
 from pipeline.config.schema import OverlapMode
 from pipeline.cost.lines import LineTask, played
-from pipeline.cost.schedules import Load, Pipeline, orders, simulate
+from pipeline.cost.pipeline_play import Load, simulate
+from pipeline.cost.schedules import Pipeline, orders, sending_of
+from pipeline.ir.cluster import Overlap
 from pipeline.layouts.calibrate import FITTED, MeasuredStep, calibrated, predicted, with_shares
 from pipeline.layouts.machine import machine_of
 from pipeline.layouts.measured import AllWorks
@@ -27,7 +29,7 @@ from pipeline.layouts.sizes import (
     stage_layers,
     why_not,
 )
-from pipeline.layouts.step import LayoutPrices, StageSeconds, pipeline_seconds, state_bytes, visible
+from pipeline.layouts.step import LayoutPrices, StageSeconds, handovers, pipeline_seconds, state_bytes, visible
 from pipeline.layouts.work import RecomputeMode
 from stages.commands import planner_stages
 
@@ -225,6 +227,25 @@ def test_the_bubble_of_equal_stages(stages, micro_batches, chunks):
     seconds, _ = pipeline_seconds([StageSeconds(1.0, 2.5, 0.0)] * stages, layout)
     busy = micro_batches * 3.5
     assert seconds - busy == pytest.approx(busy * (stages - 1) / micro_batches / chunks)
+
+
+@pytest.mark.parametrize("overlap", list(OverlapMode))
+@pytest.mark.parametrize(
+    ("schedule", "chunks"), [(Pipeline.GPIPE, 1), (Pipeline.ONE_F_ONE_B, 1), (Pipeline.INTERLEAVED, 2)]
+)
+@pytest.mark.parametrize(("stages", "rounds"), [(2, 1), (2, 8), (4, 1), (4, 4), (8, 3)])
+def test_transfers_of_equal_stages_take_what_the_planner_plays(overlap, schedule, chunks, stages, rounds):
+    """Also where they take longer than what they run beside: then within a quarter."""
+    layout = ParallelLayout(1, 1, stages, 1, stages * rounds, schedule=schedule, chunks=chunks, overlap=overlap)
+    order = orders(schedule, stages, layout.micro_batches, chunks)
+    for message, worst in ((0.0, 1e-9), (0.1, 0.04), (3.0, 0.25)):
+        ends = [(stage == 0, stage == stages - 1) for stage in range(stages)]
+        handed = [handovers(3.0 * chunks, layout, message, end, 1.0) for end in ends]
+        found, _ = pipeline_seconds([StageSeconds(1.0 * chunks, 2.0 * chunks, 0.0, *own) for own in handed], layout)
+        sending = sending_of(Overlap(overlap.value, 1.0), schedule)
+        assert found == pytest.approx(
+            simulate(order, [Load(1.0, 2.0, message)] * order.partitions, sending).seconds, worst
+        )
 
 
 def test_what_runs_again_may_wait_for_no_gradient():
