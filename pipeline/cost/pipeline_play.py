@@ -48,6 +48,7 @@ class PlayedSchedule:
     """What each device ran, and when; `seconds` until the last one has done its part of the step."""
 
     events: tuple[tuple[TaskEvent, ...], ...]
+    ends: tuple[float, ...]  # when each is through, and what it sent is there
     seconds: float
 
 
@@ -63,7 +64,7 @@ def simulate(order: DeviceOrder, loads: Sequence[Load], sending: Sending = Sendi
     size = len(order.tasks)
     once = [sum(load.once for load in loads[device::size]) for device in range(size)]
     seconds = max(now + after for now, after in zip(play.now, once, strict=True))
-    return PlayedSchedule(tuple(map(tuple, play.events)), seconds)
+    return PlayedSchedule(tuple(map(tuple, play.events)), tuple(play.now), seconds)
 
 
 class _Play:

@@ -59,7 +59,7 @@ def of_pipeline(plan: PipelinePlan, spans: Sequence[tuple[int, int]]) -> Timelin
             if seconds:
                 what, links = PHASES[task.phase], spans[task.partition]
                 events.append(Event(what, task.partition, *links, task.micro, event.start, seconds))
-        now = row[-1].end
+        now = plan.timeline.ends[device]
         for number in range(device, len(plan.partitions), size):
             part = plan.partitions[number]
             if part.load.once:

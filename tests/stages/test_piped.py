@@ -113,26 +113,30 @@ def replayed(linear: Linear, part: Partition) -> tuple[float, float, float, floa
 def played(
     order: schedules.DeviceOrder, loads: list[tuple[float, float, float, float]], sends: list[float]
 ) -> list[float]:
-    """When each device has done its tasks: the longest path through them, by going round until nothing changes."""
+    """When each device is through: the longest path, by going round until nothing changes.
+
+    Nothing is computed beside a transfer on the sender, and in gpipe and 1f1b on the reader: both come to it first.
+    """
     ends: dict[str, float] = {}
+    there: dict[str, float] = {}
     split = order.pipeline is schedules.Pipeline.ZERO_BUBBLE
-    for _ in range(sum(map(len, order.tasks)) + 1):
-        for row in order.tasks:
-            now = 0.0
+    meet = order.pipeline in (schedules.Pipeline.GPIPE, schedules.Pipeline.ONE_F_ONE_B)
+    for _ in range(2 * sum(map(len, order.tasks)) + 1):
+        for device, row in enumerate(order.tasks):
+            now = ended = 0.0
             for task in row:
                 p, m = task.partition, task.micro
                 forward, backward, weight, _ = loads[p]
-                if task.phase == "F":
-                    ready = ends.get(f"F{p - 1}.{m}", 0.0) + sends[p - 1] if p else 0.0
-                    takes = forward
-                elif task.phase == "B":
-                    later = p + 1 < order.partitions
-                    ready = ends.get(f"B{p + 1}.{m}", 0.0) + sends[p] if later else ends.get(f"F{p}.{m}", 0.0)
-                    takes = backward - (weight if split else 0.0)
-                else:
-                    ready, takes = ends.get(f"B{p}.{m}", 0.0), weight
-                now = ends[str(task)] = max(now, ready) + takes
-    return [ends[str(row[-1])] for row in order.tasks]
+                takes = {"F": forward, "B": backward - (weight if split else 0.0), "W": weight}[task.phase]
+                before = {"F": p - 1, "B": p + 1}.get(task.phase, -1)
+                if 0 <= before < order.partitions:
+                    message = f"{task.phase}{before}.{m}"
+                    there[message] = max(ends.get(message, 0.0), ended if meet else 0.0) + sends[min(before, p)]
+                    now = max(now, there[message])
+                ended = ends[str(task)] = now + takes
+                now = max(ended, there.get(str(task), 0.0))
+            ends[f"all of {device}"] = now
+    return [ends[f"all of {device}"] for device in range(len(order.tasks))]
 
 
 def sent(name: str, cluster: Cluster, piped: PricedPipeline, number: int, plan: Plan) -> float:
