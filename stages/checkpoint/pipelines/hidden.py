@@ -48,7 +48,8 @@ def _overlapped(part: PartitionPlan, own: SubmeshCosts, sums: bool) -> tuple[Par
     lines = lines_of(own.priced, ran, (costs[0].first, costs[-1].last_link))
     if not lines.behind or not lines.hidden:
         return part, Hidden()
-    each, last = lines.durations(last=False), lines.durations()
+    number = lines.micro_batches - 1
+    each, last = replace(lines, buckets=()).durations(number), lines.durations(number)
     sent = sum(one.seconds for bucket in lines.buckets for one in bucket.sums)
     hidden = Hidden(max(0.0, load.time - sum(each)), max(0.0, sent - (sum(last) - sum(each))) if sums else 0.0)
     there = sum(each[: len(costs)])
