@@ -329,5 +329,5 @@ def pipeline_seconds(stages: Sequence[StageSeconds], layout: ParallelLayout) -> 
 
 def hardware_flops(model: Transformer, layout: ParallelLayout) -> float:
     """Of a sequence, as it is published: with full recompute the forward pass of all layers a second time."""
-    layers = model.sequence * model.layers * 2.0 * (model.layer_parameters + 2 * model.sequence * model.hidden)
+    layers = model.sequence * model.layers * 2.0 * (model.passed_parameters + 2 * model.sequence * model.hidden)
     return model.sample_flops + (layers if layout.recompute is RecomputeMode.full else 0.0)

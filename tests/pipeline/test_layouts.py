@@ -36,6 +36,7 @@ from stages.commands import planner_stages
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = Transformer(hidden=1024, layers=24, heads=16, sequence=1024, vocabulary=51200, batch=256)
 GATED = Transformer(1024, 24, 16, 1024, 32000, 4, 2816, True, False, False, 256)
+MIXED = Transformer(1024, 24, 16, 1024, 32000, 4, 1408, True, False, False, 256, 8, 2)
 PLAIN = AttentionKernel.plain
 PLANNER = planner_stages()
 WORKS = AllWorks(load_config(ROOT), PLANNER)
@@ -111,16 +112,38 @@ def flops(work):
     return sum(kernel.flops for kernel in work.kernels)
 
 
-@pytest.mark.parametrize("model", [SMALL, GATED], ids=["gpt", "llama"])
+@pytest.mark.parametrize(
+    "model", [SMALL, GATED, MIXED, replace(SMALL, experts=4)], ids=["gpt", "llama", "mixtral", "gpt with experts"]
+)
 @pytest.mark.parametrize("tp", [1, 4])
 def test_a_layer_does_the_arithmetic_of_its_sizes(model, tp):
     """2 FLOPs for each parameter of a product and token, half of the pairs of attention; backward twice as much."""
     layer, tokens = parts(model, tp).layer, 4 * model.sequence
-    products = 2 * tokens * model.layer_parameters / tp
+    products = 2 * tokens * model.passed_parameters / tp
     pairs = 2 * tokens * model.sequence * model.hidden / tp
     assert flops(layer.forward) == pytest.approx(products + pairs, rel=0.02)
     assert flops(layer.backward) == pytest.approx(2 * products + 2.5 * pairs, rel=0.03)
     assert sum(layer.parameters) == pytest.approx(2 * model.layer_parameters / tp, rel=0.01)
+
+
+def test_every_token_meets_its_experts_in_one_product():
+    """The rows of all experts together; tensor parallelism splits each of them, as a feed-forward."""
+    rows = 2 * 4 * MIXED.sequence
+    for tp, inner in ((1, 1408), (4, 352)):
+        layer = parts(MIXED, tp).layer
+        found = [kernel.shapes[:2] for kernel in layer.forward.kernels if kernel.name == "_grouped_mm"]
+        assert found == [((rows, 1024), (8, 1024, inner))] * 2 + [((rows, inner), (8, inner, 1024))]
+    plain, mixed = prices(GATED), prices(MIXED)
+    layout = ParallelLayout(8, 1, 1, 1, 256)
+    assert mixed.memory(layout) > plain.memory(layout) and 0 < mixed.price(layout).mfu < plain.price(layout).mfu
+
+
+def test_the_size_of_a_mixture_is_the_published_one():
+    """Mixtral 8x7B (Jiang et al.): 47 billion parameters, of which a token meets 13."""
+    model = Transformer(4096, 32, 32, 4096, 32000, 8, 14336, True, False, False, 256, 8, 2)
+    assert model.parameters == pytest.approx(46.7e9, rel=0.01)
+    passed = model.parameters - model.layers * (model.layer_parameters - model.passed_parameters)
+    assert passed == pytest.approx(12.9e9, rel=0.01)
 
 
 def kinds(work):
