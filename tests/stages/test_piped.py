@@ -765,11 +765,10 @@ def test_what_partitions_send_behind_their_work_shortens_the_step() -> None:
     cluster, frontier = with_submeshes("gpt")
     for kind in SCHEDULES:
         settings = settings_of(pipeline=kind)
-        hides = replace(cluster, overlap=Overlap("runtime", 1.0))
         plain, found = (
             find_pipelines(GRAPHS["gpt"](), profile_of("gpt"), on, frontier, settings, FILE).found
-            for on in (cluster, hides)
-        )
+            for on in (replace(cluster, overlap=Overlap("runtime", hidden)) for hidden in (1e-9, 1.0))
+        )  # of both the messages go as torch has it
         before = {
             (str(one.plan.firsts), one.plan.chunks, tuple(f.submesh.name for f in one.fills)): one for one in plain
         }
@@ -780,7 +779,7 @@ def test_what_partitions_send_behind_their_work_shortens_the_step() -> None:
             own, whole = predict(one), predict(other)
             parts = own.compute_seconds + own.communication_seconds + own.recompute_seconds + own.optimizer_seconds
             assert own.step_seconds == pytest.approx(parts + own.bubble_seconds, rel=1e-9)
-            assert whole.hidden_seconds == 0.0 <= own.hidden_seconds
+            assert whole.hidden_seconds == pytest.approx(0.0, abs=1e-12) and own.hidden_seconds >= 0.0
             assert all(hidden.once == 0.0 for hidden in one.hidden) or kind != "zero_bubble"
         assert [one.plan.seconds for one in found] == sorted(one.plan.seconds for one in found)
 
