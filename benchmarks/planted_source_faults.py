@@ -497,11 +497,11 @@ FAULTS = (
         "stages/test_pipelines.py stages/test_pipeline_hand.py",
     ),
     Fault(
-        "a gradient that is sent back is there at once",
-        "pipeline/cost/schedules.py",
-        'before, late = Task("B", p + 1, m), loads[p].send',
-        'before, late = Task("B", p + 1, m), 0.0',
-        "stages/test_pipelines.py stages/test_pipeline_hand.py",
+        "a gradient that is sent back takes the way of the activation after it",
+        "pipeline/cost/pipeline_play.py",
+        'cut = message.partition - (message.phase == "B")',
+        "cut = message.partition",
+        "pipeline/test_handovers.py stages/test_pipelines.py",
     ),
     Fault(
         "partitions of a pipeline need no room for the parameters of their links",

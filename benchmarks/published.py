@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.config.schema import OverlapMode
-from pipeline.cost.schedules import Load, Pipeline, orders, simulate
+from pipeline.cost.pipeline_play import Load, simulate
+from pipeline.cost.schedules import Pipeline, orders
 from pipeline.layouts.sizes import KNOWN, AttentionKernel, ParallelLayout, Transformer
 from pipeline.layouts.work import RecomputeMode
 

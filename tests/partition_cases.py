@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import combinations, product
 
-from pipeline.cost.schedules import Load, Pipeline, StepWeights, in_flight, orders, refusal, weights_of
+from pipeline.cost.pipeline_play import Load
+from pipeline.cost.schedules import Pipeline, StepWeights, in_flight, orders, refusal, weights_of
 from stages.checkpoint.pipelines.search_inputs import Division, UserChoices
 from stages.checkpoint.pipelines.submesh_plans import SubmeshPlan
 from stages.checkpoint.recompute.chain import Chain
@@ -153,6 +154,6 @@ def _one(case: Case, micro: int, ends: tuple[int, ...], submeshes: tuple[Submesh
 
 def estimate(weights: StepWeights, loads: Sequence[Load]) -> float:
     """The seconds of a step in closed form; what it is worth stands in schedules.py."""
-    total = sum(load.time + 2 * load.send - weights.credit * load.weight for load in loads)
+    total = sum(load.time + weights.sends * 2 * load.send - weights.credit * load.weight for load in loads)
     slowest = max(load.time + (2 * load.send if weights.send_in_peak else 0.0) for load in loads)
     return weights.sum * total + weights.peak * slowest + max(load.once for load in loads)

@@ -1,4 +1,4 @@
-"""Pipeline schedules: in which order each device runs its work, how many micro-batches wait, how long a step takes.
+"""Pipeline schedules: in which order each device runs its work, how many micro-batches wait, how long a step may take.
 
 P partitions on S devices (a device here is all that hold one partition: a submesh), M micro-batches. F is
 a forward, B a backward, W the part of a backward that makes weight gradients, where it is run on its own. The orders
@@ -10,28 +10,29 @@ are those of `torch.distributed.pipelining`:
     zero_bubble   1f1b with W put off: device r starts W after r B, so that W fills what would be idle (ZB-H1; torch
                   calls it InterleavedZeroBubble). A micro-batch is in flight until its W.
 
-`orders` writes these down, `in_flight` counts in them, and `simulate` plays them: a task starts when its device is free
-and its input is there; transfers take time between two devices and none of theirs. The search estimates a step
-(`StepWeights`), with t the seconds of a micro-batch on a partition (F + B) and c of both transfers after it:
+`orders` writes these down, `in_flight` counts in them, and pipeline_play.py plays them with the messages of
+handovers.py. The search estimates a step (`StepWeights`), with t the seconds of a micro-batch on a partition (F + B), c
+of both transfers after it and c- of those before it:
 
-    gpipe         sum t + sum c + (M-1) max t          at most the truth, which has max F + max B for max t
-    1f1b          sum t + sum c + (M-1) max (t + c)    at least the truth where B is to F alike in all partitions, exact
-                                                       where they are equal; else the truth may be more, but not more
-                                                       than with max (F + c/2) + max (B + c/2) for max (t + c)
-    interleaved   (sum t + sum c)/v + (Mv-1) max (t+c) an estimate; exact for equal partitions without transfers, M a
-                                                       multiple of S
-    zero_bubble   sum (t - 2w) + sum c + (M-1) max (t+c)   an estimate; less 2w of the truth for equal F = B = W
+    gpipe         sum t + sum c + (M-1) max (t + c)    the truth has max (F + c-/2) + max (B + c/2) for the maximum
+    1f1b          the same                             the truth is at most GPipe's; without transfers, and B to F alike
+                                                       in all partitions, at most the estimate, exact for equal ones
+    interleaved   (sum t)/v + sum c + (Mv-1) max t     exact for equal partitions, M a multiple of S and more than two
+                                                       devices, where transfers are short beside F and B: else more.
+                                                       Where senders wait, t + c for t, and sum c is in the first sum
+    zero_bubble   sum (t - 2w) + sum c + (M-1) max (t+c)   for equal F = B = W 2w less than the truth without transfers;
+                                                       beside computation w of c are hidden
 
 (1f1b: on a longest path through the order a partition is passed X_p times, with sum (X_p - 1) <= M-1.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from pipeline.base.errors import ShardwrightError
+from pipeline.ir.cluster import Overlap
 
 
 class ScheduleError(ShardwrightError):
@@ -45,6 +46,24 @@ class Pipeline(Enum):
     ONE_F_ONE_B = "1f1b"
     INTERLEAVED = "interleaved"
     ZERO_BUBBLE = "zero_bubble"
+
+
+class Sending(Enum):
+    """How messages go from partition to partition (pipeline/cost/handovers.py)."""
+
+    RUNTIME = "as our programs run"
+    BLOCKING = "nothing is computed meanwhile"
+    EAGER = "the reader alone waits"
+
+
+def sending_of(overlap: Overlap, pipeline: Pipeline) -> Sending:
+    """Megatron sends beside computation where its pipeline is interleaved."""
+    if overlap.silent:
+        return Sending.BLOCKING
+    if overlap.mode == "runtime":
+        return Sending.RUNTIME
+    ahead = pipeline in (Pipeline.INTERLEAVED, Pipeline.ZERO_BUBBLE)
+    return Sending.EAGER if ahead else Sending.BLOCKING
 
 
 @dataclass(frozen=True)
@@ -148,107 +167,21 @@ def in_flight(order: DeviceOrder) -> tuple[int, ...]:
     return tuple(most)
 
 
-# -------------------------------------------------------------------------------------------------------- step time
-
-
-@dataclass(frozen=True)
-class Load:
-    """A partition's seconds: of a micro-batch forwards and backwards, and of the step once all are through."""
-
-    forward: float
-    backward: float  # recompute and weight gradients included
-    send: float = 0.0  # of its output to the next partition, and of the gradient back: each
-    weight: float = 0.0  # of the backward, what can be put off (zero_bubble)
-    once: float = 0.0  # gradient sums, optimizer
-    last: Load | None = None  # of the last micro-batch, where that one is not recomputed
-    early: float = 0.0  # of the backward, what is computed before its gradient has come (GPipe; not our runtime)
-
-    @property
-    def time(self) -> float:
-        return self.forward + self.backward
-
-    def seconds(self, task: Task, split: bool, micro_batches: int) -> float:
-        if self.last is not None and task.micro == micro_batches - 1:
-            return self.last.seconds(task, split, micro_batches)
-        if task.phase == "F":
-            return self.forward
-        if task.phase == "W":
-            return self.weight
-        return self.backward - (self.weight if split else 0.0)
-
-
-@dataclass(frozen=True)
-class TaskEvent:
-    task: Task
-    start: float
-    end: float
-
-
-@dataclass(frozen=True)
-class PlayedSchedule:
-    """What each device ran, and when; `seconds` until the last one has done its part of the step."""
-
-    events: tuple[tuple[TaskEvent, ...], ...]
-    seconds: float
-
-
-def simulate(order: DeviceOrder, loads: Sequence[Load]) -> PlayedSchedule:
-    """Play the orders: every device runs its next task as soon as its input is there."""
-    split = order.pipeline is Pipeline.ZERO_BUBBLE
-    ends: dict[Task, float] = {}
-    events: list[list[TaskEvent]] = [[] for _ in order.tasks]
-    waiting = set(range(len(order.tasks)))
-    while waiting:
-        moved = False
-        for device in sorted(waiting):
-            row = events[device]
-            while len(row) < len(order.tasks[device]):
-                task = order.tasks[device][len(row)]
-                ready = _ready(task, order.partitions, loads, ends)
-                if ready is None:
-                    break
-                early = loads[task.partition].early if task.phase == "B" else 0.0
-                start = max(ready - early, row[-1].end if row else 0.0)
-                ends[task] = start + loads[task.partition].seconds(task, split, order.micro_batches)
-                row.append(TaskEvent(task, start, ends[task]))
-                moved = True
-            else:
-                waiting.discard(device)
-        if waiting and not moved:
-            raise ScheduleError("the devices wait for one another for ever", where="pipeline schedule")
-    size = len(events)
-    once = [sum(load.once for load in loads[device::size]) for device in range(size)]
-    seconds = max(row[-1].end + after for row, after in zip(events, once, strict=True))
-    return PlayedSchedule(tuple(map(tuple, events)), seconds)
-
-
-def _ready(task: Task, partitions: int, loads: Sequence[Load], ends: dict[Task, float]) -> float | None:
-    """When the input of a task is on its device; None while that is unknown."""
-    p, m = task.partition, task.micro
-    if task.phase == "F":
-        before = None if p == 0 else Task("F", p - 1, m)
-        late = loads[p - 1].send
-    elif task.phase == "B" and p < partitions - 1:
-        before, late = Task("B", p + 1, m), loads[p].send
-    else:
-        before, late = Task("B" if task.phase == "W" else "F", p, m), 0.0
-    if before is None:
-        return 0.0
-    return None if before not in ends else ends[before] + late
-
-
 @dataclass(frozen=True)
 class StepWeights:
     """How a step is estimated: `sum` of all partitions' seconds and `peak` times those of the slowest."""
 
     sum: float
     peak: float
-    send_in_peak: bool  # whether the slowest counts with its transfers
+    send_in_peak: bool = True  # whether the slowest counts with its transfers
     credit: float = 0.0  # times the weight gradients, off the sum
+    sends: float = 1.0  # times all transfers, in the sum
 
 
-def weights_of(pipeline: Pipeline, micro_batches: int, chunks: int = 1) -> StepWeights:
+def weights_of(
+    pipeline: Pipeline, micro_batches: int, chunks: int = 1, sending: Sending = Sending.RUNTIME
+) -> StepWeights:
     if pipeline is Pipeline.INTERLEAVED:
-        return StepWeights(1 / chunks, micro_batches * chunks - 1, True)
-    credit = 2.0 if pipeline is Pipeline.ZERO_BUBBLE else 0.0
-    return StepWeights(1.0, micro_batches - 1, pipeline is not Pipeline.GPIPE, credit)
+        waits = sending is Sending.BLOCKING
+        return StepWeights(1 / chunks, micro_batches * chunks - 1, waits, sends=1.0 if waits else chunks)
+    return StepWeights(1.0, micro_batches - 1, credit=2.0 if pipeline is Pipeline.ZERO_BUBBLE else 0.0)

@@ -8,8 +8,9 @@
 | a gather of parameters (ZeRO-3, FSDP)  | when the one before is handed out   | by the link that reads them       |
 
 This is what the runtime does (`overlap: runtime`): pipeline/runtime/step/gradients.py. The first gather of a step has
-none before it. In Megatron's way (`overlap: megatron`) also the collectives of a link's backward run beside the part of
-it that makes gradients of weights, which do not need them, and those of its parameters beside the next link.
+none before it; that of a later micro-batch runs beside the end of the one before. In Megatron's way (`overlap:
+megatron`) also the collectives of a link's backward run beside the part of it that makes gradients of weights, which do
+not need them, and those of its parameters beside the next link.
 """
 
 from __future__ import annotations
@@ -99,27 +100,39 @@ class StepLines:
         """Seconds by which the step is shorter than its parts one after the other."""
         if not self.behind or not self.hidden:
             return 0.0
-        passes = sum(run.seconds for run in self.runs)
+        passes, count = sum(run.seconds for run in self.runs), self.micro_batches
         sums = sum(one.seconds for bucket in self.buckets for one in bucket.sums)
-        found = passes + sums - sum(self.durations())
-        if self.micro_batches > 1:
-            found += (self.micro_batches - 1) * (passes - sum(self.durations(last=False)))
+        found = count * passes + sums - sum(self.durations(count - 1))
+        if count > 1:
+            found -= sum(self.durations(0))
+        if count > 2:
+            found -= (count - 2) * sum(self.durations(1))
         return max(0.0, found)
 
-    def durations(self, last: bool = True) -> list[float]:
-        """From the end of each run to that of the next, on the card; then what is still waited for. Sums leave in the
-        last micro-batch; where no other has collectives beside its passes, it takes the seconds of its runs."""
-        if not last and not any(run.traffic.behind for run in self.runs):
+    def durations(self, micro_batch: int) -> list[float]:
+        """From the end of each run to that of the next, on the card; then what is still waited for.
+
+        Sums leave in the last micro-batch. What the one before has begun for a micro-batch is under way when that
+        begins, and what it slows down there counts here: all but the first are as the second.
+        """
+        last = micro_batch == self.micro_batches - 1
+        buckets, beside = self.buckets if last else (), any(run.traffic.behind for run in self.runs)
+        if not buckets and not beside:  # as long as its runs
             return [*(run.seconds for run in self.runs), 0.0]
-        made = tasks_of(self.runs, self.buckets if last else ())
+        begun = sum(self.durations(0)) if micro_batch and beside else 0.0
+        made = tasks_of(self.runs, buckets, self.runs if begun else ())
         found = played(made.tasks, self.hidden)
-        ends = [0.0, *(mark if isinstance(mark, float) else found.ends[mark] for mark in made.marks), found.seconds]
-        return [end - before for before, end in pairwise(ends)]
+        marks = made.marks[-len(self.runs) :]
+        ends = [begun, *(mark if isinstance(mark, float) else found.ends[mark] for mark in marks), found.seconds]
+        *own, waited = (end - before for before, end in pairwise(ends))
+        return [*own, waited if last else 0.0]
 
 
-def tasks_of(runs: Sequence[LinkPass], buckets: Sequence[Bucket]) -> _Tasks:
-    """The tasks of the passes, in program order."""
+def tasks_of(runs: Sequence[LinkPass], buckets: Sequence[Bucket], before: Sequence[LinkPass] = ()) -> _Tasks:
+    """The tasks of the passes, in program order, after those of the micro-batch before."""
     made = _Tasks()
+    for run in before:
+        made.run(run)
     waiting = list(buckets)
     for run in runs:
         made.run(run)

@@ -15,7 +15,7 @@ from pipeline.ir.program import Call, Convert, Step
 from pipeline.ops.products import is_put_off, weights
 from pipeline.sharding.conversions import conversion_of, step_axis
 
-MEGATRON, NONE = "megatron", "none"
+MEGATRON = "megatron"
 
 
 class RunKind(Enum):
@@ -40,7 +40,7 @@ class Ran:
 def lines_of(priced: Priced, ran: Iterable[Ran], span: tuple[int, int] | None = None) -> StepLines:
     """A step whose micro-batches run these: the links of a partition, or of the whole model."""
     overlap, found = priced.cluster.overlap, _Found(priced)
-    silent = overlap.mode == NONE or not overlap.hidden
+    silent = overlap.silent
     runs = [LinkPass(r.first, r.last, r.kind is not RunKind.FORWARD, r.seconds, found.of(r, silent)) for r in ran]
     buckets = () if silent else tuple(found.buckets(span))
     return StepLines(tuple(runs), buckets, priced.program.micro_batches, overlap.hidden)

@@ -216,6 +216,11 @@ class Overlap:
     mode: str = "runtime"  # whose: `runtime` as programs run, `megatron` as Megatron does, `none` one after the other
     hidden: float = 0.0  # of computation and a collective at once: 1 hides the shorter of the two, 0 nothing
 
+    @property
+    def silent(self) -> bool:
+        """Whether nothing runs beside computation, or might as well not."""
+        return self.mode == "none" or not self.hidden
+
 
 @dataclass(frozen=True)
 class Cluster:

@@ -3,7 +3,8 @@
 s tokens in a sequence, h wide, a heads of d, g heads of keys, f wide inside:
 
 parameters of a layer    q, k, v, out: h (2 a d + 2 g d);   feed-forward: 2 h f, or 3 h f where it is gated
-FLOPs of a token         6 for each parameter of a product, 12 s a d for attention (all pairs counted)
+                         of e experts each has a feed-forward, and h e choose among them
+FLOPs of a token         6 for each parameter of a product that it passes, 12 s a d for attention (all pairs counted)
 
 rank = ((stage * dp) + replica) * tp + slice: the slices of a product lie nearest each other.
 """
@@ -32,6 +33,8 @@ class Transformer:
     dropout: bool = True
     tied: bool = True  # the embedding is also the last product
     batch: int = 0  # sequences of a step with which it was trained; 0: not known
+    experts: int = 0  # feed-forwards of a layer; 0: one, through which all tokens go
+    experts_per_token: int = 2
 
     @property
     def head(self) -> int:
@@ -53,8 +56,17 @@ class Transformer:
 
     @property
     def layer_parameters(self) -> int:
+        return self._layer_parameters(self.experts)
+
+    @property
+    def passed_parameters(self) -> int:
+        """Of a layer, those that a token is multiplied with."""
+        return self._layer_parameters(self.experts_per_token)
+
+    def _layer_parameters(self, experts: int) -> int:
         attention = self.hidden * (self.projected + self.heads * self.head)
-        return attention + (3 if self.gated else 2) * self.hidden * self.feed
+        feed = (3 if self.gated else 2) * self.hidden * self.feed
+        return attention + (experts * feed + self.hidden * self.experts if self.experts else feed)
 
     @property
     def end_parameters(self) -> int:
@@ -68,7 +80,7 @@ class Transformer:
     @property
     def sample_flops(self) -> float:
         """Of a sequence, forward and backward, nothing computed twice."""
-        products = self.layers * self.layer_parameters + self.end_parameters
+        products = self.layers * self.passed_parameters + self.end_parameters
         return self.sequence * (6.0 * products + 12.0 * self.layers * self.sequence * self.heads * self.head)
 
 
@@ -151,6 +163,10 @@ def why_not(model: Transformer, layout: ParallelLayout) -> str | None:
     multiple = f"interleaved needs micro-batches ({layout.micro_batches}) that are a multiple of pp={pp}"
     rules = (
         ((chunks > 1) != interleaved, several),
+        (
+            model.experts and not model.experts_per_token <= model.experts,
+            f"experts_per_token={model.experts_per_token} is more than experts={model.experts}",
+        ),
         (model.hidden % model.heads, f"hidden={model.hidden} is not a multiple of heads={model.heads}"),
         (model.heads % tp, f"tp={tp} does not divide heads={model.heads}"),
         (model.keys % tp, f"tp={tp} does not divide kv_heads={model.keys}"),

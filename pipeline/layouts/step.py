@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from pipeline.config.schema import OverlapMode
-from pipeline.cost.schedules import forwards_ahead, weights_of
+from pipeline.cost.schedules import Pipeline, Sending, forwards_ahead, sending_of
 from pipeline.cost.step import update_seconds
-from pipeline.ir.cluster import Axis
+from pipeline.ir.cluster import Axis, Overlap
 from pipeline.ir.profile import Kernel
 from pipeline.layouts.machine import Machine
 from pipeline.layouts.sizes import LayoutError, ParallelLayout, Transformer, stage_layers, why_not
@@ -74,11 +74,17 @@ class StageSeconds:
     forward: float
     backward: float
     links: float  # of both, what the card waits for links
-    sent: float = 0.0  # both ways to the next stage
+    handed: float = 0.0  # of one to the next stage, and back: all its chunks
+    waits: float = 0.0  # of that, and of what the stage before hands, the part that nothing hides of any
 
     @property
     def total(self) -> float:
         return self.forward + self.backward
+
+    @property
+    def each(self) -> float:
+        """Of any micro-batch once all stages are at work."""
+        return self.total + self.waits
 
 
 @dataclass(frozen=True)
@@ -117,11 +123,11 @@ class LayoutPrices:
         whole = seconds + update + optimizer
         samples, memory = layout.batch / whole, self.memory(layout)
         worst = stages[busiest]
-        busy = layout.micro_batches * (worst.total + worst.sent)
+        busy = layout.micro_batches * worst.each
         return Price(
             seconds=whole,
             bubble=max(0.0, seconds - busy) / whole,
-            communication=(layout.micro_batches * (worst.links + worst.sent) + update) / whole,
+            communication=(layout.micro_batches * (worst.links + worst.waits) + update) / whole,
             memory_bytes=memory,
             samples_per_s=samples,
             tokens_per_s=samples * self.model.sequence,
@@ -138,17 +144,16 @@ class LayoutPrices:
     def stages(self, layout: ParallelLayout) -> list[StageSeconds]:
         """In the order of the pipeline; those in the middle with as many layers are one object."""
         parts, counts = self.parts(layout), stage_layers(self.model, layout)
-        sent = self._sent(parts, layout)
         made: dict[tuple[int, bool, bool], StageSeconds] = {}
         found = []
         for stage, layers in enumerate(counts):
             key = layers, stage == 0, stage == layout.pp - 1
             if key not in made:
-                made[key] = self._stage(parts, layout, key, sent)
+                made[key] = self._stage(parts, layout, key)
             found.append(made[key])
         return found
 
-    def _stage(self, parts: Parts, layout: ParallelLayout, ends: tuple[int, bool, bool], sent: float) -> StageSeconds:
+    def _stage(self, parts: Parts, layout: ParallelLayout, ends: tuple[int, bool, bool]) -> StageSeconds:
         layers, first, last = ends
         forward = backward = PassSeconds()
         gathered = scattered = 0.0
@@ -159,7 +164,10 @@ class LayoutPrices:
             gathered, scattered = gathered + gather * times, scattered + scatter * times
         passes = [(forward, gathered), (backward, gathered + scattered)]
         (ahead_seconds, waits), (back_seconds, waits_back) = (self._with_zero(*own, layout) for own in passes)
-        return StageSeconds(ahead_seconds, back_seconds, waits + waits_back, sent)
+        handed = handovers(
+            ahead_seconds + back_seconds, layout, self._message(parts, layout), (first, last), self.machine.hidden
+        )
+        return StageSeconds(ahead_seconds, back_seconds, waits + waits_back, *handed)
 
     def _with_zero(self, work: PassSeconds, links: float, layout: ParallelLayout) -> tuple[float, float]:
         """Seconds of a pass beside which so many seconds of collectives of ZeRO run, and what is waited for links."""
@@ -191,8 +199,8 @@ class LayoutPrices:
     def _replicas(self, layout: ParallelLayout) -> Axis:
         return self.machine.axis("dp", layout.dp, layout.tp)
 
-    def _sent(self, parts: Parts, layout: ParallelLayout) -> float:
-        """To the next stage and back, once for each chunk: a slice from each device, gathered inside tp."""
+    def _message(self, parts: Parts, layout: ParallelLayout) -> float:
+        """To the next stage: a slice from each device, gathered inside tp."""
         if layout.pp == 1:
             return 0.0
         nbytes = parts.layer.output
@@ -201,7 +209,7 @@ class LayoutPrices:
             nbytes /= layout.tp
         else:
             inside = 0.0
-        return 2 * layout.chunks * (self.machine.sent(layout.dp * layout.tp).seconds(nbytes) + inside)
+        return self.machine.sent(layout.dp * layout.tp).seconds(nbytes) + inside
 
     def _end_of_step(self, layout: ParallelLayout, stages: Sequence[StageSeconds]) -> tuple[float, float]:
         """Of the stage with most parameters: sums of gradients that no backward hides, and the optimizer."""
@@ -283,18 +291,43 @@ def optimizer_seconds(parameters: float, card: Card) -> float:
     return kernel_seconds(Kernel(OPTIMIZER, 0.0, read, written, "float32", ((round(parameters),),)), card)
 
 
+def handovers(
+    total: float, layout: ParallelLayout, message: float, ends: tuple[bool, bool], hidden: float
+) -> tuple[float, float]:
+    """Of a stage (`StageSeconds`) whose messages to and from its neighbours take so long each; whether it is at an end.
+
+    Where both sides meet they wait for each transfer, an activation and a gradient at once. Where the pipeline is
+    interleaved these run beside computation, as long as a device has time for all of its own, and as a message is there
+    before its reader: with all between them, S devices are twice S - 1 partitions apart, of whose time S compute.
+    """
+    (first, last), stages = ends, layout.pp
+    handed = 2 * message * (layout.chunks - last)
+    if (
+        not message or layout.schedule is Pipeline.GPIPE
+    ):  # the last stage waits in its forward, the first in its backward
+        return handed, 2 * message
+    if layout.schedule is not Pipeline.INTERLEAVED:
+        return handed, message * (2 - first - last)
+    sending = sending_of(Overlap(layout.overlap.value, hidden), layout.schedule)
+    if sending is Sending.BLOCKING:  # the sender
+        waits = message * (2 * layout.chunks - first - last)
+        return waits / layout.chunks, waits
+    both = 2 if sending is Sending.RUNTIME else 1  # ways between two devices in turn
+    carried = both * message * (layout.chunks if stages > 2 else 2 * layout.chunks - 1)
+    met = (stages * total + 2 * (stages - 1) * message * layout.chunks) / (2 * stages - 1)
+    return handed, max(0.0, carried - total, met - total)
+
+
 def pipeline_seconds(stages: Sequence[StageSeconds], layout: ParallelLayout) -> tuple[float, int]:
     """Of all micro-batches, and which stage is the slowest."""
-    weights = weights_of(layout.schedule, layout.micro_batches, layout.chunks)
-    busiest = max(range(len(stages)), key=lambda stage: stages[stage].total + stages[stage].sent)
-    worst = stages[busiest]
+    busiest = max(range(len(stages)), key=lambda stage: stages[stage].each)
     # a stage of an interleaved pipeline is `chunks` partitions, each with its part of it
-    slowest = worst.total + (worst.sent if weights.send_in_peak else 0.0)
-    every = sum(stage.total + stage.sent for stage in stages)
-    return weights.sum * every + weights.peak * slowest / layout.chunks, busiest
+    parts, chunks = layout.micro_batches * layout.chunks, layout.chunks
+    once = sum(stage.total / chunks + stage.handed for stage in stages)
+    return once + (parts - 1) * stages[busiest].each / chunks, busiest
 
 
 def hardware_flops(model: Transformer, layout: ParallelLayout) -> float:
     """Of a sequence, as it is published: with full recompute the forward pass of all layers a second time."""
-    layers = model.sequence * model.layers * 2.0 * (model.layer_parameters + 2 * model.sequence * model.hidden)
+    layers = model.sequence * model.layers * 2.0 * (model.passed_parameters + 2 * model.sequence * model.hidden)
     return model.sample_flops + (layers if layout.recompute is RecomputeMode.full else 0.0)

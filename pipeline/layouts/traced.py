@@ -85,7 +85,7 @@ class Works:
     def _layout(self, own: _Slice, workload: Workload) -> Sharding:
         """Of the fewer samples; of sizes that divide alike the layouts are the same."""
         model, tp = self.model, own.tp
-        sizes = (model.heads, model.keys, model.feed, model.vocabulary, model.sequence, model.hidden)
+        sizes = (model.heads, model.keys, model.feed, model.vocabulary, model.sequence, model.hidden, model.experts)
         divides = tuple(size % tp == 0 for size in sizes) if tp > 1 else ()
         key = own.attention, own.split_sequence, divides
         if key not in self._layouts:
@@ -109,7 +109,7 @@ class Works:
 def samples_of(model: Transformer) -> int:
     """So few, and twice as many, that no dim of theirs is as long as another: a kernel's shapes say what it reads."""
     sizes = {model.hidden, model.feed, model.projected, model.heads * model.head, model.keys * model.head}
-    sizes |= {model.heads, model.keys, model.head, model.vocabulary, model.sequence}
+    sizes |= {model.heads, model.keys, model.head, model.vocabulary, model.sequence, model.experts}
     for count in range(LEAST_SAMPLES, max(sizes) + LEAST_SAMPLES):
         if not (counted(model, count) | counted(model, 2 * count)) & sizes:
             return count
@@ -118,7 +118,8 @@ def samples_of(model: Transformer) -> int:
 
 def counted(model: Transformer, samples: int) -> set[int]:
     """Dims that the samples are in."""
-    return {samples * size for size in (1, model.sequence, model.heads, model.keys)}
+    rows = model.sequence * (model.experts_per_token if model.experts else 1)  # tokens, once for each of their experts
+    return {samples * size for size in (1, model.sequence, model.heads, model.keys, rows)}
 
 
 def with_samples(sharding: Sharding, model: Transformer, samples: int, times: int) -> Sharding:
@@ -144,6 +145,7 @@ def module_settings(model: Transformer, attention: AttentionKernel) -> ModelSett
         "_target_": MODULE, "layers": DEPTH, "vocabulary": model.vocabulary, "sequence": model.sequence,
         "tied": model.tied, "width": model.hidden, "heads": model.heads, "kv_heads": model.keys, "inner": model.feed,
         "gated": model.gated, "dropout": model.dropout, "flash": attention is AttentionKernel.flash,
+        "experts": model.experts, "experts_per_token": model.experts_per_token,
     }  # fmt: skip
     tokens = TensorSpec(shape=[1, model.sequence], dtype=DType.int64)
     return ModelSettings(module, {"input_ids": tokens, "labels": tokens}, Precision.bf16)

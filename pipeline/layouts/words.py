@@ -57,6 +57,7 @@ LAYOUT = {
 }
 SIZES = {
     **dict.fromkeys(("hidden", "layers", "heads", "kv_heads", "inner", "sequence", "vocabulary", "batch"), COUNT),
+    **dict.fromkeys(("experts", "experts_per_token"), COUNT),
     "gated": YES,
     "tied": YES,
     "dropout": YES,

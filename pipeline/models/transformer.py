@@ -1,9 +1,10 @@
-"""The decoder-only transformers that people publish, by their sizes: GPT with its norms and dropouts, and Llama.
+"""The decoder-only transformers that people publish, by their sizes: GPT with its norms and dropouts, Llama, and either
+with experts instead of one feed-forward (as Mixtral is a Llama).
 
 For prices alone (docs/price.md), never trained: attention is one kernel (`flash`), or two products with a softmax
 between them whose kernel scales and masks the scores on the way, so that neither is an op here.
 
-Shape letters: b batch, s sequence, w width, h heads, d head dim, v words.
+Shape letters: b batch, s sequence, w width, h heads, d head dim, v words, e experts, f inside of one.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ class LayerSizes:
     gated: bool
     dropout: bool
     flash: bool
+    experts: int = 0
+    experts_per_token: int = 1
 
     @property
     def head(self) -> int:
@@ -83,6 +86,41 @@ class Attention(nn.Module):
         return (F.dropout(spread, self.sizes.dropped) if self.sizes.dropout else spread) @ v
 
 
+class FeedForward(nn.Module):
+    def __init__(self, sizes: LayerSizes) -> None:
+        super().__init__()
+        self.up = nn.Linear(sizes.width, sizes.inner, bias=not sizes.gated)
+        self.gate = nn.Linear(sizes.width, sizes.inner, bias=False) if sizes.gated else None
+        self.down = nn.Linear(sizes.inner, sizes.width, bias=not sizes.gated)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)) if self.gate is None else F.silu(self.gate(x)) * self.up(x))
+
+
+class ExpertMixture(nn.Module):
+    """Each token goes through the experts that it is most like: rows sorted by expert, in one product for all."""
+
+    def __init__(self, sizes: LayerSizes) -> None:
+        super().__init__()
+        self.chosen = sizes.experts_per_token
+        self.router = nn.Linear(sizes.width, sizes.experts, bias=False)
+        there, back = (sizes.experts, sizes.width, sizes.inner), (sizes.experts, sizes.inner, sizes.width)
+        self.up, self.down = nn.Parameter(torch.zeros(there)), nn.Parameter(torch.zeros(back))
+        self.gate = nn.Parameter(torch.zeros(there)) if sizes.gated else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, -2)  # t w
+        shares, experts = self.router(tokens).softmax(-1).topk(self.chosen)
+        order = experts.flatten().argsort()
+        until = F.one_hot(experts.flatten(), self.up.shape[0]).sum(0).cumsum(0).to(torch.int32)
+        of = order // self.chosen
+        rows = tokens[of]
+        inner = torch._grouped_mm(rows, self.up, until)
+        inner = F.gelu(inner) if self.gate is None else F.silu(torch._grouped_mm(rows, self.gate, until)) * inner
+        found = torch._grouped_mm(inner, self.down, until) * shares.flatten()[order].unsqueeze(1)
+        return torch.zeros_like(tokens).index_add(0, of, found).view_as(x)
+
+
 class Layer(nn.Module):
     def __init__(self, sizes: LayerSizes) -> None:
         super().__init__()
@@ -90,15 +128,11 @@ class Layer(nn.Module):
         self.sizes = sizes
         self.norm_attention, self.norm_feed = norm(sizes.width), norm(sizes.width)
         self.attention = Attention(sizes)
-        self.up = nn.Linear(sizes.width, sizes.inner, bias=not sizes.gated)
-        self.gate = nn.Linear(sizes.width, sizes.inner, bias=False) if sizes.gated else None
-        self.down = nn.Linear(sizes.inner, sizes.width, bias=not sizes.gated)
+        self.feed = ExpertMixture(sizes) if sizes.experts else FeedForward(sizes)
 
     def forward(self, x: Tensor, turns: Turns) -> Tensor:
         x = x + self._dropped(self.attention(self.norm_attention(x), turns))
-        y = self.norm_feed(x)
-        inner = F.gelu(self.up(y)) if self.gate is None else F.silu(self.gate(y)) * self.up(y)
-        return x + self._dropped(self.down(inner))
+        return x + self._dropped(self.feed(self.norm_feed(x)))
 
     def _dropped(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.sizes.dropped) if self.sizes.dropout else x

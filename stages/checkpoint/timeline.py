@@ -32,11 +32,11 @@ def of_one(price: StepPrice, outcome: Outcome, linear: Linear, lines: StepLines)
             now += seconds
 
     add("prologue", 0, loss, None, price.outside.total)
-    *each, _ = lines.durations(last=False)
-    *of_last, waited = lines.durations()
-    for micro in range(price.micro_batches):
+    count, waited = price.micro_batches, 0.0
+    kinds = {number: lines.durations(number) for number in {0, min(1, count - 1), count - 1}}
+    for micro in range(count):
         seen: set[int] = set()
-        took = of_last if micro == price.micro_batches - 1 else each
+        *took, waited = kinds.get(micro) or kinds[1]
         for step, seconds in zip(outcome.steps, took, strict=True):
             link = step.op.link
             ran = "recompute" if link in seen else "forward"
@@ -59,7 +59,7 @@ def of_pipeline(plan: PipelinePlan, spans: Sequence[tuple[int, int]]) -> Timelin
             if seconds:
                 what, links = PHASES[task.phase], spans[task.partition]
                 events.append(Event(what, task.partition, *links, task.micro, event.start, seconds))
-        now = row[-1].end
+        now = plan.timeline.ends[device]
         for number in range(device, len(plan.partitions), size):
             part = plan.partitions[number]
             if part.load.once:

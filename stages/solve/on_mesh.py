@@ -124,6 +124,12 @@ class MeshProblem:
         fastest = self.sweep.bounder.fastest
         return fastest.cost if fastest.peak <= budget else max(fastest.cost, self.sweep.bounder.bound_at(budget))
 
+    def likely(self, budget: float) -> float:
+        """The same with what the fastest plan leaves exposed when it is played, and not the least that any does."""
+        promise, picked = self.promise(budget), self.left.expand(self.sweep.bounder.fastest.picked)
+        behind = self.summed.behind(picked) if math.isfinite(promise) else 0.0
+        return promise + (max(0.0, self._played(picked)[1] - self.share) * behind if behind else 0.0)
+
     def points(self, budget: float, advance: Advance) -> list[FrontierPoint]:
         return [self._point(solution) for solution in self.sweep.frontier(budget, advance)]
 
@@ -161,9 +167,13 @@ def price_point(workload: Workload, sharding: Sharding, proof: Proof) -> Frontie
 
 
 def most_promising(meshes: list[MeshProblem], budget: float, count: int) -> list[MeshProblem]:
-    """The meshes on which the fastest plan is fastest, of equal ones the first; and those that have a saved plan."""
+    """The meshes on which the fastest plan is likely fastest, of equal ones the first; and those with a saved plan.
+
+    By the bounds alone a mesh whose plans send what nothing hides would look as good as one whose plans hide it.
+    """
     possible = [mesh for mesh in meshes if math.isfinite(mesh.promise(budget))]
-    best = sorted(possible or meshes[:1], key=lambda mesh: mesh.promise(budget))[:count]
+    seconds = MeshProblem.likely if len(possible) > count else MeshProblem.promise
+    best = sorted(possible or meshes[:1], key=lambda mesh: seconds(mesh, budget))[:count]
     return best + [mesh for mesh in possible if mesh.given and mesh not in best]
 
 

@@ -13,7 +13,9 @@ from pipeline.base.errors import ClusterError
 from pipeline.config import listing, load_config, load_part
 from pipeline.config.schema import OverlapMode
 from pipeline.cost.lines import LineTask, played
-from pipeline.cost.schedules import Load, Pipeline, orders, simulate
+from pipeline.cost.pipeline_play import Load, simulate
+from pipeline.cost.schedules import Pipeline, orders, sending_of
+from pipeline.ir.cluster import Overlap
 from pipeline.layouts.calibrate import FITTED, MeasuredStep, calibrated, predicted, with_shares
 from pipeline.layouts.machine import machine_of
 from pipeline.layouts.measured import AllWorks
@@ -30,6 +32,7 @@ from pipeline.layouts.sizes import (
 from pipeline.layouts.step import (
     LayoutPrices,
     StageSeconds,
+    handovers,
     in_flight,
     optimizer_seconds,
     pipeline_seconds,
@@ -42,6 +45,7 @@ from stages.commands import planner_stages
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = Transformer(hidden=1024, layers=24, heads=16, sequence=1024, vocabulary=51200, batch=256)
 GATED = Transformer(1024, 24, 16, 1024, 32000, 4, 2816, True, False, False, 256)
+MIXED = Transformer(1024, 24, 16, 1024, 32000, 4, 1408, True, False, False, 256, 8, 2)
 PLAIN = AttentionKernel.plain
 PLANNER = planner_stages()
 WORKS = AllWorks(load_config(ROOT), PLANNER)
@@ -117,16 +121,38 @@ def flops(work):
     return sum(kernel.flops for kernel in work.kernels)
 
 
-@pytest.mark.parametrize("model", [SMALL, GATED], ids=["gpt", "llama"])
+@pytest.mark.parametrize(
+    "model", [SMALL, GATED, MIXED, replace(SMALL, experts=4)], ids=["gpt", "llama", "mixtral", "gpt with experts"]
+)
 @pytest.mark.parametrize("tp", [1, 4])
 def test_a_layer_does_the_arithmetic_of_its_sizes(model, tp):
     """2 FLOPs for each parameter of a product and token, half of the pairs of attention; backward twice as much."""
     layer, tokens = parts(model, tp).layer, 4 * model.sequence
-    products = 2 * tokens * model.layer_parameters / tp
+    products = 2 * tokens * model.passed_parameters / tp
     pairs = 2 * tokens * model.sequence * model.hidden / tp
     assert flops(layer.forward) == pytest.approx(products + pairs, rel=0.02)
     assert flops(layer.backward) == pytest.approx(2 * products + 2.5 * pairs, rel=0.03)
     assert sum(layer.parameters) == pytest.approx(2 * model.layer_parameters / tp, rel=0.01)
+
+
+def test_every_token_meets_its_experts_in_one_product():
+    """The rows of all experts together; tensor parallelism splits each of them, as a feed-forward."""
+    rows = 2 * 4 * MIXED.sequence
+    for tp, inner in ((1, 1408), (4, 352)):
+        layer = parts(MIXED, tp).layer
+        found = [kernel.shapes[:2] for kernel in layer.forward.kernels if kernel.name == "_grouped_mm"]
+        assert found == [((rows, 1024), (8, 1024, inner))] * 2 + [((rows, inner), (8, inner, 1024))]
+    plain, mixed = prices(GATED), prices(MIXED)
+    layout = ParallelLayout(8, 1, 1, 1, 256)
+    assert mixed.memory(layout) > plain.memory(layout) and 0 < mixed.price(layout).mfu < plain.price(layout).mfu
+
+
+def test_the_size_of_a_mixture_is_the_published_one():
+    """Mixtral 8x7B (Jiang et al.): 47 billion parameters, of which a token meets 13."""
+    model = Transformer(4096, 32, 32, 4096, 32000, 8, 14336, True, False, False, 256, 8, 2)
+    assert model.parameters == pytest.approx(46.7e9, rel=0.01)
+    passed = model.parameters - model.layers * (model.layer_parameters - model.passed_parameters)
+    assert passed == pytest.approx(12.9e9, rel=0.01)
 
 
 def kinds(work):
@@ -240,6 +266,25 @@ def test_the_bubble_of_equal_stages(stages, micro_batches, chunks):
     seconds, _ = pipeline_seconds([StageSeconds(1.0, 2.5, 0.0)] * stages, layout)
     busy = micro_batches * 3.5
     assert seconds - busy == pytest.approx(busy * (stages - 1) / micro_batches / chunks)
+
+
+@pytest.mark.parametrize("overlap", list(OverlapMode))
+@pytest.mark.parametrize(
+    ("schedule", "chunks"), [(Pipeline.GPIPE, 1), (Pipeline.ONE_F_ONE_B, 1), (Pipeline.INTERLEAVED, 2)]
+)
+@pytest.mark.parametrize(("stages", "rounds"), [(2, 1), (2, 8), (4, 1), (4, 4), (8, 3)])
+def test_transfers_of_equal_stages_take_what_the_planner_plays(overlap, schedule, chunks, stages, rounds):
+    """Also where they take longer than what they run beside: then within a quarter."""
+    layout = ParallelLayout(1, 1, stages, 1, stages * rounds, schedule=schedule, chunks=chunks, overlap=overlap)
+    order = orders(schedule, stages, layout.micro_batches, chunks)
+    for message, worst in ((0.0, 1e-9), (0.1, 0.04), (3.0, 0.25)):
+        ends = [(stage == 0, stage == stages - 1) for stage in range(stages)]
+        handed = [handovers(3.0 * chunks, layout, message, end, 1.0) for end in ends]
+        found, _ = pipeline_seconds([StageSeconds(1.0 * chunks, 2.0 * chunks, 0.0, *own) for own in handed], layout)
+        sending = sending_of(Overlap(overlap.value, 1.0), schedule)
+        assert found == pytest.approx(
+            simulate(order, [Load(1.0, 2.0, message)] * order.partitions, sending).seconds, worst
+        )
 
 
 def test_what_runs_again_may_wait_for_no_gradient():

@@ -106,7 +106,7 @@ def test_sums_hide_behind_what_is_left_of_backward() -> None:
     """
     buckets = (Bucket(1, (near(3.0),)), Bucket(0, (near(2.0),)))
     step = StepLines(passes(), buckets, 1, 1.0)
-    assert step.durations() == pytest.approx([2, 2, 2, 4, 4, 4, 2])
+    assert step.durations(0) == pytest.approx([2, 2, 2, 4, 4, 4, 2])
     assert step.saved == pytest.approx(3.0) and step.behind == 5.0
     slower = StepLines(passes(), buckets, 1, 0.5)  # both take half as long again while they run at once
     assert slower.saved == pytest.approx(1.5)
@@ -128,8 +128,11 @@ def test_gathers_begin_when_the_one_before_is_handed_out() -> None:
     gathers = Traffic(gathers=(near(1.0),))
     step = StepLines(passes(gathers, gathers), (), 1, 1.0)
     assert step.saved == pytest.approx(5.0) and step.behind == 6.0
-    thrice = StepLines(passes(gathers, gathers), (Bucket(0, (near(2.0),)),), 3, 1.0)
-    assert thrice.saved == pytest.approx(15.0) and thrice.behind == 3 * 6 + 2  # gradients are summed once
+    several = StepLines(passes(gathers, gathers), (), 3, 1.0)  # later ones' first runs beside the backward before it
+    assert several.saved == pytest.approx(5.0 + 2 * 6.0) and several.behind == 18.0
+    assert [several.durations(number)[0] for number in range(3)] == pytest.approx([3, 2, 2])
+    summed = StepLines(passes(gathers, gathers), (Bucket(0, (near(2.0),)),), 3, 1.0)
+    assert summed.saved == several.saved and summed.behind == 3 * 6 + 2  # gradients are summed once
     long = Traffic(gathers=(near(3.0),))  # 1 s of it is waited for after forward, nothing after backward
     assert StepLines(passes(long, long), (), 1, 1.0).saved == pytest.approx(3 * 2 + 2 * 3)
 
@@ -160,4 +163,4 @@ def test_a_link_that_gathers_waits_for_the_sums_before_it_too() -> None:
     """Sums of 3 s leave a second before the end of each backward, and the next gather of 0.5 s is there by then."""
     back = Traffic(gathers=(Collective("d1", "far", 0.5),), beside=(near(3.0),), late=1.0)
     runs = passes(back=back)[3:]
-    assert StepLines(runs, (), 1, 1.0).durations() == pytest.approx([4.5, 6.0, 6.0, 2.0])
+    assert StepLines(runs, (), 1, 1.0).durations(0) == pytest.approx([4.5, 6.0, 6.0, 2.0])

@@ -8,8 +8,11 @@ from functools import partial
 import pytest
 
 from pipeline.config import Checkpoint, Recompute
+from pipeline.config.schema import Only
 from pipeline.cost.chain_memory import unrecomputed_peak
+from pipeline.cost.lines import played
 from pipeline.cost.step import Priced, Workload, gradient_sum_seconds
+from pipeline.cost.step_lines import tasks_of
 from pipeline.cost.traffic import Ran, RunKind, _Found, lines_of
 from pipeline.cost.two_lines import unrecomputed_runs, unrecomputed_seconds
 from pipeline.ir.buckets import bucket_members
@@ -17,7 +20,7 @@ from pipeline.ir.cluster import Cluster, Group, Mesh, Overlap
 from pipeline.ir.graph import Role
 from pipeline.ir.plan import Frontier, Proof
 from stages.checkpoint.choose import choose, evaluate
-from stages.solve.on_mesh import MeshProblem, price_point
+from stages.solve.on_mesh import MeshProblem, most_promising, price_point
 from stages.solve.problem.build import build
 from tests import plans
 from tests.graphs import SILENT, solve_settings
@@ -104,10 +107,14 @@ def test_a_gradient_is_complete_with_the_first_link_that_reads_its_parameter() -
 
 
 def test_in_several_micro_batches_gathers_are_hidden_in_each_and_sums_in_the_last(small_buckets: None) -> None:
+    """Micro-batches as if they were one long one, in which a gather runs beside the end of the one before."""
     for plan, times in (("ddp", 1), ("zero3", 3)):
         one, three = (priced("gpt", plan, micro_batches=count) for count in (1, 3))
-        saved = [lines_of(own, unrecomputed_runs(own)).saved for own in (one, three)]
-        assert saved[0] > 0 and saved[1] == pytest.approx(times * saved[0], rel=1e-6)
+        alone, several = (lines_of(own, unrecomputed_runs(own)) for own in (one, three))
+        assert alone.saved > 0 and several.saved >= times * alone.saved - 1e-12
+        if not several.buckets:
+            long = played(tasks_of(several.runs * 3, ()).tasks, 0.8).seconds
+            assert sum(sum(several.durations(number)) for number in range(3)) == pytest.approx(long)
 
 
 def test_a_longer_backward_hides_more(small_buckets: None) -> None:
@@ -186,7 +193,9 @@ def test_the_search_settles_on_the_share_that_its_fastest_plan_leaves_exposed(sm
     for name in ("gpt", "mlp"):
         load = workload(name)
         mesh = MeshProblem(load, solve_settings(frontier_points=3), "conf/solve/test.yaml", SILENT)
-        bound = mesh.promise(1e12)
+        bound, likely = mesh.promise(1e12), mesh.likely(1e12)
+        fastest = mesh.left.expand(mesh.sweep.bounder.fastest.picked)
+        assert bound <= likely == pytest.approx(mesh._played(fastest)[0], rel=1e-6)
         mesh.settle(SILENT)
         points = mesh.points(1e12, lambda done, note="": None)
         assert 0.2 <= mesh.share <= 1.0
@@ -197,6 +206,25 @@ def test_the_search_settles_on_the_share_that_its_fastest_plan_leaves_exposed(sm
             assert first.seconds == pytest.approx(settled, rel=0.02)
         for point in points:
             assert point.seconds == pytest.approx(unrecomputed_seconds(load.priced(point.sharding)))
+
+
+def test_of_meshes_those_are_kept_whose_plans_are_fast_when_played(small_buckets: None) -> None:
+    """On slow links data parallelism promises to hide its sums, and has too little to compute beside them."""
+    load = workload("mlp", overlap=Overlap("runtime", 1.0))
+    (axis,) = load.cluster.axes
+
+    def on(bandwidth: float) -> MeshProblem:
+        links = {kind: replace(cost, bandwidth=cost.bandwidth * bandwidth) for kind, cost in axis.links.items()}
+        slower = replace(load.cluster, axes=(replace(axis, links=links),))
+        settings = solve_settings(frontier_points=1, only=Only.data)
+        return MeshProblem(replace(load, cluster=slower), settings, "conf/solve/test.yaml", SILENT)
+
+    slow, fast = on(1e-3), on(1.0)
+    assert slow.promise(1e12) == pytest.approx(fast.promise(1e12), rel=0.1) and slow.likely(1e12) > 1.1 * fast.likely(
+        1e12
+    )
+    assert most_promising([slow, fast], 1e12, 1) == [fast]
+    assert most_promising([slow, fast], 1e12, 2) == [fast, slow]
 
 
 def test_buckets() -> None:

@@ -16,10 +16,10 @@ TABLE = """\
 145.6 billion parameters, batch 2304, 1536 devices of dgx_a100_infiniband with 80 GB each
    dp  tp  pp micro         schedule recompute zero seq       step  samples/s    tokens/s TFLOP/s    MFU    memory\
   bubble  comm.
-   24   8   8     1             1f1b      full    0  no    25.53 s       90.3     184,843   143.9  34.6%  43.1 GB \
-    6.6%  13.6%
-   24   8   8     2             1f1b      full    0  no    26.03 s       88.5     181,265   141.1  34.0%  48.6 GB \
-   12.4%  12.0%
+   24   8   8     1             1f1b      full    0  no    25.47 s       90.5     185,251   144.2  34.7%  43.1 GB \
+    6.6%  13.5%
+   24   8   8     2             1f1b      full    0  no    25.98 s       88.7     181,627   141.4  34.0%  48.6 GB \
+   12.4%  11.8%
 """
 
 
@@ -103,6 +103,7 @@ def test_every_word_of_a_layout_can_be_searched():
         ("dp=2,", "'dp=2,' is not possible"),
         ("dp=2 dp=4", "'dp' is given twice; combine values as dp=1,2"),
         ("zero=4", "zero is 0, 1, 2 or 3"),
+        ("experts=2 experts_per_token=4", "experts_per_token=4 is more than experts=2"),
         ("cp=2", "'cp=2' is not possible: the planner does not split a sequence inside attention; leave cp out"),
         ("ep=4", "'ep=4' is not possible: the planner does not split experts over devices of their own"),
         ("overlap=all", "overlap is none, runtime, megatron"),

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from pipeline.cost.schedules import Pipeline, simulate
+from pipeline.cost.pipeline_play import simulate
+from pipeline.cost.schedules import Pipeline
 from pipeline.cost.traffic import Ran, RunKind, lines_of
 from stages.checkpoint.pipelines.refine import PartitionPlan, PipelinePlan
 from stages.checkpoint.pipelines.submesh_costs import SubmeshCosts
@@ -32,7 +33,7 @@ def overlapped(plan: PipelinePlan, fills: Sequence[SubmeshCosts]) -> tuple[Pipel
     if not any(found.each or found.once for found in hidden):
         return plan, hidden
     parts = tuple(part for part, _ in pairs)
-    timeline = simulate(plan.order, [part.load for part in parts])
+    timeline = simulate(plan.order, [part.load for part in parts], plan.sending)
     return replace(plan, partitions=parts, timeline=timeline, seconds=timeline.seconds), hidden
 
 
@@ -47,7 +48,8 @@ def _overlapped(part: PartitionPlan, own: SubmeshCosts, sums: bool) -> tuple[Par
     lines = lines_of(own.priced, ran, (costs[0].first, costs[-1].last_link))
     if not lines.behind or not lines.hidden:
         return part, Hidden()
-    each, last = lines.durations(last=False), lines.durations()
+    number = lines.micro_batches - 1
+    each, last = replace(lines, buckets=()).durations(number), lines.durations(number)
     sent = sum(one.seconds for bucket in lines.buckets for one in bucket.sums)
     hidden = Hidden(max(0.0, load.time - sum(each)), max(0.0, sent - (sum(last) - sum(each))) if sums else 0.0)
     there = sum(each[: len(costs)])

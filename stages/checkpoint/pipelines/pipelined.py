@@ -92,7 +92,7 @@ def find_pipelines(
     counts = slice_counts(graph.batch, settings, frontier.micro_batches, cluster.devices, where)
     join = join_in_partitions(settings, profile.compiled is not None)
     spans = [(group.first, group.last) for group in groups_of(graph, profile, join)]
-    wishes = _wishes(graph, spans, settings, where)
+    wishes = replace(_wishes(graph, spans, settings, where), overlap=cluster.overlap)
     submeshes = _Submeshes(graph, profile, cluster, frontier, join)
     divisions = tuple(
         division

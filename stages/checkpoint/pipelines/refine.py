@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from pipeline.cost.schedules import DeviceOrder, Load, Pipeline, PlayedSchedule, orders, simulate
+from pipeline.cost.pipeline_play import Load, PlayedSchedule, simulate
+from pipeline.cost.schedules import DeviceOrder, Pipeline, Sending, orders
 from stages.checkpoint.pipelines.cuts import Cuts
 from stages.checkpoint.pipelines.partition_times import PartitionTimes
 from stages.checkpoint.pipelines.search_space import SearchTask
@@ -51,6 +52,7 @@ class PipelinePlan:
     estimate: float  # of a step, by closed form
     seconds: float  # of a step, as simulated
     division: int  # of those given
+    sending: Sending
     order: DeviceOrder = field(repr=False)
     timeline: PlayedSchedule = field(repr=False)
 
@@ -74,10 +76,10 @@ def plan_of(task: SearchTask, cuts: Cuts) -> PipelinePlan:
     parts = []
     for number, (first, last, p) in enumerate(spans):
         then = spans[number + 1] if number + 1 < len(spans) else None
-        send = float(task.plain.costs.send[last + 1, p, then[2]]) / 2 if then else 0.0
+        send = task.send(last + 1, p, then[2]) if then else 0.0
         parts.append(_part(task.times[p], first, last, task.flights[len(spans) - 1 - number], send))
     order = orders(task.pipeline, len(spans) // task.chunks, task.micro_batches, task.chunks)
-    timeline = simulate(order, [part.load for part in parts])
+    timeline = simulate(order, [part.load for part in parts], task.sending)
     return PipelinePlan(
         pipeline=task.pipeline,
         chunks=task.chunks,
@@ -86,6 +88,7 @@ def plan_of(task: SearchTask, cuts: Cuts) -> PipelinePlan:
         estimate=cuts.estimate,
         seconds=timeline.seconds,
         division=task.division,
+        sending=task.sending,
         order=order,
         timeline=timeline,
     )

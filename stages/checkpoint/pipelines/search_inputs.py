@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pipeline.base.errors import SolveError
 from pipeline.cost.schedules import Pipeline
+from pipeline.ir.cluster import Overlap
 from stages.checkpoint.pipelines.submesh_plans import Recompute, SubmeshPlan
 from stages.checkpoint.recompute.chain import SLOTS, Slots
 from stages.checkpoint.recompute.schedule import ScheduledOp
@@ -64,6 +65,7 @@ class UserChoices:
     spans: tuple[tuple[int, int], ...] = ()  # for Recompute.MARKED: the first and last links of what is recomputed
     chunks: tuple[int, ...] = (2,)  # partitions on a device, for interleaved
     buffers: bool = False  # what is being sent counts (submesh_plans.py)
+    overlap: Overlap = field(default_factory=lambda: Overlap("runtime", 1.0))  # whose way to send
 
 
 @dataclass(frozen=True)

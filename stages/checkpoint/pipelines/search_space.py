@@ -12,11 +12,13 @@ from numpy.typing import NDArray
 
 from pipeline.cost.schedules import (
     Pipeline,
+    Sending,
     StepWeights,
     forwards_ahead,
     in_flight,
     orders,
     refusal,
+    sending_of,
     weights_of,
 )
 from stages.checkpoint.pipelines.cuts import Field
@@ -39,6 +41,7 @@ class SearchTask:
     times: tuple[PartitionTimes, ...]
     plain: Field  # without seconds
     flights: tuple[int, ...]  # by number from the end
+    sending: Sending = Sending.RUNTIME
 
     @property
     def family(self) -> tuple[int, int, str]:
@@ -47,7 +50,11 @@ class SearchTask:
 
     @property
     def weights(self) -> StepWeights:
-        return weights_of(self.pipeline, self.micro_batches, self.chunks)
+        return weights_of(self.pipeline, self.micro_batches, self.chunks, self.sending)
+
+    def send(self, cut: int, before: int, after: int) -> float:
+        """Seconds of one transfer between these plans."""
+        return float(self.plain.costs.send[cut, before, after]) / self.weights.sends / 2
 
     def field(self, slowest: float = math.inf, roughly: bool = False) -> Field:
         """With the seconds of all partitions that are no slower."""
@@ -74,8 +81,10 @@ def tasks(given: SearchInputs, refused: list[str]) -> Iterator[SearchTask]:
                 for shape in _shapes(given, division, submeshes, pipeline, micro_batches, refused):
                     sent = _sent(wishes, pipeline)
                     times = tuple(times_of(submesh, shape.chunks, sent) for submesh in shape.submeshes)
-                    what = _field(given, shape, sends(shape.submeshes), weights_of(pipeline, micro_batches))
-                    yield SearchTask(number, pipeline, micro_batches, shape.chunks, times, what, shape.flights)
+                    sending = sending_of(wishes.overlap, pipeline)
+                    weights = weights_of(pipeline, micro_batches, shape.chunks, sending)
+                    what = _field(given, shape, sends(shape.submeshes), weights)
+                    yield SearchTask(number, pipeline, micro_batches, shape.chunks, times, what, shape.flights, sending)
 
 
 def _sent(wishes: UserChoices, pipeline: Pipeline) -> Sent:
@@ -194,7 +203,7 @@ def _field(given: SearchInputs, shape: Shape, send: Floats, weights: StepWeights
         allowed[s] = np.array(shape.sizes) == size
     costs = Costs(
         seconds=np.empty((len(shape.submeshes), 0, links, links)),
-        send=send,
+        send=weights.sends * send,
         send_in_peak=weights.send_in_peak,
         once=_sums([submesh.once for submesh in shape.submeshes]),
         credit=weights.credit * _sums([submesh.weight for submesh in shape.submeshes]),
