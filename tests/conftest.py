@@ -37,11 +37,16 @@ def pytest_configure(config: pytest.Config) -> None:
         share_in(Path(config.option.basetemp).parent / "made")
 
 
+def pytest_collectstart() -> None:
+    gc.disable()  # until all test files are imported: what that makes stays
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
     """What the imports of all test files made stays: to look through it again and again takes a tenth of all tests."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture

@@ -134,10 +134,12 @@ def serve(place: Path) -> None:
         print("listening", flush=True)
         os.environ["MLFLOW_LOGGING_LEVEL"] = "CRITICAL"  # as pipeline.tracking.store sets it before it imports MLflow
         os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+        gc.disable()  # all that imports make stays
         for name in LARGE:
             importlib.import_module(name)
         prepare()
         gc.freeze()  # what is never collected is never copied either
+        gc.enable()
         leave_quietly()
         answering: list[int] = []
         while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:

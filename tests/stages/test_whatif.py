@@ -161,6 +161,10 @@ def test_the_longest_sequence_by_layouts(ask, prices):
     assert not fits(of_sequence(prices, found["found"]["fails"]))
 
 
+def test_sequences_by_layouts_are_of_1024_unless_a_step_is_given(ask):
+    assert ask("sequence", *ONE_HOST, "--most", "1024")["found"] == {"fits": 1024, "fails": None, "step": 1024}
+
+
 def test_the_fewest_devices_by_layouts(ask, prices):
     found = ask("devices", *ONE_HOST)["found"]
     assert fits(replace(prices, machine=prices.machine.sized(found["fits"])))
