@@ -491,14 +491,14 @@ FAULTS = (
     ),
     Fault(
         "one micro-batch fewer is in flight",
-        "pipeline/cost/schedules.py",
+        "pipeline/cost/pipelines/schedules.py",
         "most[p] = max(most[p], now[p])",
         "most[p] = max(most[p], now[p] - 1)",
         "stages/test_pipelines.py stages/test_pipeline_hand.py",
     ),
     Fault(
         "a gradient that is sent back takes the way of the activation after it",
-        "pipeline/cost/pipeline_play.py",
+        "pipeline/cost/pipelines/play.py",
         'cut = message.partition - (message.phase == "B")',
         "cut = message.partition",
         "pipeline/test_handovers.py stages/test_pipelines.py",

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.config.schema import OverlapMode
-from pipeline.cost.pipeline_play import Load, simulate
-from pipeline.cost.schedules import Pipeline, orders
+from pipeline.cost.pipelines.play import Load, simulate
+from pipeline.cost.pipelines.schedules import Pipeline, orders
 from pipeline.layouts.sizes import KNOWN, AttentionKernel, ParallelLayout, Transformer
 from pipeline.layouts.work import RecomputeMode
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pipeline.base.log import Log, say
 from pipeline.config import load_config
-from pipeline.cost.schedules import Pipeline
+from pipeline.cost.pipelines.schedules import Pipeline
 from pipeline.layouts.planner_stages import PlannerStages
 from pipeline.layouts.search import Wanted, search
 from pipeline.layouts.sizes import LayoutError, ParallelLayout, Transformer, why_not

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import combinations, product
 
-from pipeline.cost.pipeline_play import Load
-from pipeline.cost.schedules import Pipeline, StepWeights, in_flight, orders, refusal, weights_of
+from pipeline.cost.pipelines.play import Load
+from pipeline.cost.pipelines.schedules import Pipeline, StepWeights, in_flight, orders, refusal, weights_of
 from stages.checkpoint.pipelines.search_inputs import Division, UserChoices
 from stages.checkpoint.pipelines.submesh_plans import SubmeshPlan
 from stages.checkpoint.recompute.chain import Chain

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from pipeline.config import Config, DType, ModelSettings, TensorSpec, load_config
-from pipeline.cost.schedules import Pipeline, orders
+from pipeline.cost.pipelines.schedules import Pipeline, orders
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Partition as Planned
 from pipeline.ir.plan import Plan, Region

@@ -16,7 +16,7 @@ from unittest import mock
 
 from torch.distributed.pipelining import schedules
 
-from pipeline.cost.pipeline_play import Load
+from pipeline.cost.pipelines.play import Load
 from pipeline.runtime.pipelining.stage import SCHEDULES
 
 PATIENCE = 60.0  # seconds in which some rank moves

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from pipeline.config.schema import OverlapMode
-from pipeline.cost.schedules import Pipeline
+from pipeline.cost.pipelines.schedules import Pipeline
 from pipeline.layouts.sizes import AttentionKernel, LayoutError, ParallelLayout, Transformer, why_not
 from pipeline.layouts.step import LayoutPrices, Price
 from pipeline.layouts.work import RecomputeMode

@@ -16,7 +16,7 @@ from enum import StrEnum
 
 from pipeline.base.errors import ShardwrightError
 from pipeline.config.schema import OverlapMode
-from pipeline.cost.schedules import Pipeline
+from pipeline.cost.pipelines.schedules import Pipeline
 from pipeline.layouts.work import RecomputeMode
 
 

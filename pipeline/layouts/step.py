@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from pipeline.config.schema import OverlapMode
-from pipeline.cost.schedules import Pipeline, Sending, forwards_ahead, sending_of
+from pipeline.cost.pipelines.schedules import Pipeline, Sending, forwards_ahead, sending_of
 from pipeline.cost.step import update_seconds
 from pipeline.ir.cluster import Axis, Overlap
 from pipeline.ir.profile import Kernel

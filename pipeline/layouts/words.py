@@ -10,7 +10,7 @@ from typing import Any
 from pipeline.base.errors import ConfigError, ShardwrightError, nearest
 from pipeline.config import ClusterSource, Config, ModelSettings, listing, load_part
 from pipeline.config.schema import OverlapMode
-from pipeline.cost.schedules import Pipeline
+from pipeline.cost.pipelines.schedules import Pipeline
 from pipeline.layouts.machine import Machine, machine_of
 from pipeline.layouts.planner_stages import PlannerStages
 from pipeline.layouts.sizes import KNOWN, AttentionKernel, Transformer

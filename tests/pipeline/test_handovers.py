@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.cost.handovers import Doing, programs
-from pipeline.cost.pipeline_play import Load, simulate
-from pipeline.cost.schedules import Pipeline, Sending, orders, refusal, sending_of
+from pipeline.cost.pipelines.handovers import Doing, programs
+from pipeline.cost.pipelines.play import Load, simulate
+from pipeline.cost.pipelines.schedules import Pipeline, Sending, orders, refusal, sending_of
 from pipeline.ir.cluster import Overlap
 from tests.torch_pipelines import run_torch
 

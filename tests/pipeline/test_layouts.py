@@ -13,8 +13,8 @@ from pipeline.base.errors import ClusterError
 from pipeline.config import listing, load_config, load_part
 from pipeline.config.schema import OverlapMode
 from pipeline.cost.lines import LineTask, played
-from pipeline.cost.pipeline_play import Load, simulate
-from pipeline.cost.schedules import Pipeline, orders, sending_of
+from pipeline.cost.pipelines.play import Load, simulate
+from pipeline.cost.pipelines.schedules import Pipeline, orders, sending_of
 from pipeline.ir.cluster import Overlap
 from pipeline.layouts.calibrate import FITTED, MeasuredStep, calibrated, predicted, with_shares
 from pipeline.layouts.machine import machine_of

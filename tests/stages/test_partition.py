@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from pipeline.cost.schedules import DeviceOrder, Pipeline, in_flight, orders, refusal
+from pipeline.cost.pipelines.schedules import DeviceOrder, Pipeline, in_flight, orders, refusal
 from stages.checkpoint.pipelines.partition import partition
 from stages.checkpoint.pipelines.partition_times import PartitionTimes
 from stages.checkpoint.pipelines.refine import PipelinePlan

@@ -15,7 +15,7 @@ from pipeline.base import artifacts
 from pipeline.base.errors import SolveError
 from pipeline.base.stage import Inputs
 from pipeline.config import ClusterSettings, ClusterSource, Device, Preset, load_config
-from pipeline.cost import schedules
+from pipeline.cost.pipelines import schedules
 from pipeline.cost.step import Workload
 from pipeline.ir.buckets import bucket_members
 from pipeline.ir.cluster import Cluster, Mesh, Overlap

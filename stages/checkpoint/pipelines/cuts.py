@@ -24,7 +24,7 @@ from itertools import count
 
 import numpy as np
 
-from pipeline.cost.schedules import StepWeights
+from pipeline.cost.pipelines.schedules import StepWeights
 from stages.checkpoint.pipelines.cuts_kernels import Bounds, Costs, ahead, sweep, trace
 
 ROUNDING = 1e-12

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from pipeline.cost.pipeline_play import simulate
-from pipeline.cost.schedules import Pipeline
+from pipeline.cost.pipelines.play import simulate
+from pipeline.cost.pipelines.schedules import Pipeline
 from pipeline.cost.traffic import Ran, RunKind, lines_of
 from stages.checkpoint.pipelines.refine import PartitionPlan, PipelinePlan
 from stages.checkpoint.pipelines.submesh_costs import SubmeshCosts

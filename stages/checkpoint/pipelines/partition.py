@@ -10,7 +10,7 @@ On plain numbers, in four steps; `partition` is the table of contents:
                   (in_flight_dp.py).
     3. `search`   (cuts.py) the best ways to cut, by an estimate of the step (schedules.py): Alpa's dynamic program.
     4. `plan_of`  (refine.py) the best few in full: recompute in finer slots, then the schedule played
-                  (pipeline_play.simulate). The shortest step wins.
+                  (play.simulate). The shortest step wins.
 
 A partition's micro-batches in flight follow from the schedule and its place: `1f1b` from its number from the end alone;
 `gpipe` has all; `interleaved` and `zero_bubble` are searched for each number of partitions by itself (the likeliest of
@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from itertools import groupby
 
-from pipeline.cost.schedules import StepWeights
+from pipeline.cost.pipelines.schedules import StepWeights
 from stages.checkpoint.pipelines.cuts import NEARLY, Cuts, search
 from stages.checkpoint.pipelines.infeasibility import nothing
 from stages.checkpoint.pipelines.refine import PipelinePlan, plan_of

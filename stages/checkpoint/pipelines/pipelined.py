@@ -15,8 +15,8 @@ from math import prod
 from pipeline.base.errors import SolveError
 from pipeline.config import Checkpoint, Pipeline, Recompute
 from pipeline.config.schema import SOLVE
-from pipeline.cost import schedules
 from pipeline.cost.groups import Join, groups_of
+from pipeline.cost.pipelines import schedules
 from pipeline.cost.step import Workload
 from pipeline.ir.cluster import Cluster, Mesh, Split
 from pipeline.ir.graph import OpGraph

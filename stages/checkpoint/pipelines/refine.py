@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from pipeline.cost.pipeline_play import Load, PlayedSchedule, simulate
-from pipeline.cost.schedules import DeviceOrder, Pipeline, Sending, orders
+from pipeline.cost.pipelines.play import Load, PlayedSchedule, simulate
+from pipeline.cost.pipelines.schedules import DeviceOrder, Pipeline, Sending, orders
 from stages.checkpoint.pipelines.cuts import Cuts
 from stages.checkpoint.pipelines.partition_times import PartitionTimes
 from stages.checkpoint.pipelines.search_space import SearchTask

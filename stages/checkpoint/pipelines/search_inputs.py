@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from pipeline.base.errors import SolveError
-from pipeline.cost.schedules import Pipeline
+from pipeline.cost.pipelines.schedules import Pipeline
 from pipeline.ir.cluster import Overlap
 from stages.checkpoint.pipelines.submesh_plans import Recompute, SubmeshPlan
 from stages.checkpoint.recompute.chain import SLOTS, Slots

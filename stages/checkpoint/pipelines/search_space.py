@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.cost.schedules import (
+from pipeline.cost.pipelines.schedules import (
     Pipeline,
     Sending,
     StepWeights,

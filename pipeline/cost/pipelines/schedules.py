@@ -10,7 +10,7 @@ are those of `torch.distributed.pipelining`:
     zero_bubble   1f1b with W put off: device r starts W after r B, so that W fills what would be idle (ZB-H1; torch
                   calls it InterleavedZeroBubble). A micro-batch is in flight until its W.
 
-`orders` writes these down, `in_flight` counts in them, and pipeline_play.py plays them with the messages of
+`orders` writes these down, `in_flight` counts in them, and play.py plays them with the messages of
 handovers.py. The search estimates a step (`StepWeights`), with t the seconds of a micro-batch on a partition (F + B), c
 of both transfers after it and c- of those before it:
 
@@ -49,7 +49,7 @@ class Pipeline(Enum):
 
 
 class Sending(Enum):
-    """How messages go from partition to partition (pipeline/cost/handovers.py)."""
+    """How messages go from partition to partition (pipeline/cost/pipelines/handovers.py)."""
 
     RUNTIME = "as our programs run"
     BLOCKING = "nothing is computed meanwhile"

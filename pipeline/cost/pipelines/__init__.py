@@ -1,0 +1,1 @@
+"""Pipelines: orders of work, messages, and the play of a step."""
