@@ -57,7 +57,7 @@ format: setup
 	@ruff format .
 
 docs: setup
-	@python -m pipeline.config > docs/configuration.md
+	@python -m shardwright.pipeline.config > docs/configuration.md
 
 clean:
 	rm -rf $(VENV) .venv-oldest .venv-newest build dist *.egg-info

@@ -121,12 +121,14 @@ def imports(path: Path) -> Iterator[Path]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             within = [f"{node.module}.{each.name}" for each in node.names]
             names = within if all(_file_of(name) for name in within) else [node.module, *within]
-        found = {_file_of(name) for name in names if name.split(".")[0] in SOURCE and id(node) not in for_types}
+        found = {_file_of(name) for name in names if id(node) not in for_types}
         yield from sorted(each for each in found if each is not None)
 
 
 def _file_of(module: str) -> Path | None:
-    path = Path(*module.split("."))
+    path = Path(*module.removeprefix("shardwright.").split("."))
+    if path.parts[0] not in SOURCE:
+        return None
     return next((found for found in (path.with_suffix(".py"), path / "__init__.py") if (ROOT / found).exists()), None)
 
 

@@ -29,16 +29,16 @@ from typing import Any
 import numpy as np
 
 from benchmarks.published import GPIPE, MEGATRON, TORCHGPIPE, MegatronRow, relative_errors
-from pipeline.config import listing, load_config, load_part
-from pipeline.config.schema import OverlapMode
-from pipeline.layouts.calibrate import FITTED, MeasuredStep, calibrated, predicted
-from pipeline.layouts.machine import Machine, machine_of
-from pipeline.layouts.measured import AllWorks, read_rows, step_of
-from pipeline.layouts.search import Wanted, search
-from pipeline.layouts.sizes import AttentionKernel, ParallelLayout, why_not
-from pipeline.layouts.step import LayoutPrices
-from pipeline.layouts.work import RecomputeMode
-from stages.commands import planner_stages
+from shardwright.pipeline.config import listing, load_config, load_part
+from shardwright.pipeline.config.schema import OverlapMode
+from shardwright.pipeline.layouts.calibrate import FITTED, MeasuredStep, calibrated, predicted
+from shardwright.pipeline.layouts.machine import Machine, machine_of
+from shardwright.pipeline.layouts.measured import AllWorks, read_rows, step_of
+from shardwright.pipeline.layouts.search import Wanted, search
+from shardwright.pipeline.layouts.sizes import AttentionKernel, ParallelLayout, why_not
+from shardwright.pipeline.layouts.step import LayoutPrices
+from shardwright.pipeline.layouts.work import RecomputeMode
+from shardwright.stages.commands import planner_stages
 
 ROOT = Path(__file__).parents[1]
 CLUSTER = "dgx_a100_infiniband"

@@ -19,13 +19,13 @@ import sys
 import time
 from collections.abc import Callable
 
-from pipeline.config import ClusterSettings as Settings
-from pipeline.config import ClusterSource, Device, Probe
-from pipeline.ir.cluster import Cluster
-from pipeline.ir.codec import decode
-from stages.cluster.fit import fit_errors, fit_links
-from stages.cluster.measure import run_probe
-from stages.cluster.topology import find_groups, partition_of
+from shardwright.pipeline.config import ClusterSettings as Settings
+from shardwright.pipeline.config import ClusterSource, Device, Probe
+from shardwright.pipeline.ir.cluster import Cluster
+from shardwright.pipeline.ir.codec import decode
+from shardwright.stages.cluster.fit import fit_errors, fit_links
+from shardwright.stages.cluster.measure import run_probe
+from shardwright.stages.cluster.topology import find_groups, partition_of
 from tests.flow.probed_hosts import end, first, join
 from tests.namespaces import OWN, address, hosts, why_not
 from tests.topologies import as_sets, nested, normal, pairs, uniform

@@ -13,7 +13,7 @@ import time
 
 import numpy as np
 
-from stages.solve.search.large.descent import Searcher
+from shardwright.stages.solve.search.large.descent import Searcher
 
 
 class ContestSearcher(Searcher):

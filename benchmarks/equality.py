@@ -8,7 +8,7 @@ inside, all tiny, each on 2, 3 and 4 ranks (real processes, gloo) under the solv
 forced on it: DDP, ZeRO-1, ZeRO-3, tensor parallel, the same with the sequence split in between, the vocabulary split,
 and on four ranks data by tensor parallel; each without and with recompute. A kind that a model does not allow on so
 many ranks is skipped, which is said with the reason. Then random plans of a small GPT, any valid strategy for any op,
-on meshes of one and two axes. Three steps of AdamW in float64: the loss and all gradients, as `python -m stages verify`
+on meshes of one and two axes. Three steps of AdamW in float64: the loss and all gradients, as `shardwright verify`
 compares them (docs/verify.md). Last line: how many cases, how many of them are equal, and the largest difference over
 its tolerance: 1e-9, and 1e-5 of the model as it is written where that casts to float32.
 """

@@ -52,13 +52,13 @@ def _hf(model: str, config: str, **values: Any) -> Callable[[], nn.Module]:
 
 
 def _gpt() -> nn.Module:
-    from pipeline.models.gpt import GPT
+    from shardwright.pipeline.models.gpt import GPT
 
     return GPT(vocab_size=12, context=12, width=12, layers=2, heads=12)
 
 
 def _odd() -> nn.Module:
-    from pipeline.models.gpt import GPT
+    from shardwright.pipeline.models.gpt import GPT
 
     return GPT(vocab_size=ODD_WORDS, context=12, width=35, layers=2, heads=5)
 

@@ -10,31 +10,31 @@ from functools import cache
 from math import isfinite, prod
 
 from benchmarks.equality_models import GPT, MODELS, build
-from pipeline.base.errors import ShardwrightError
-from pipeline.config import Backend, Checkpoint, Recompute, Solve
-from pipeline.cost.step import Workload
-from pipeline.ir.cluster import COLLECTIVES, Axis, Cluster, Compute, Curve, LinkCost, Mesh
-from pipeline.ir.graph import OpGraph, Role
-from pipeline.ir.layout import Layout, R, S
-from pipeline.ir.plan import Frontier, FrontierPoint, Plan, Prediction, Proof, Region, Sharding
-from pipeline.ir.verify import gathered, verify_graph, verify_sharding
-from pipeline.ops.mesh import op_strategies, view_op
-from pipeline.ops.uneven import uneven_in
-from pipeline.sharding.lowering import with_paths
-from pipeline.tracing.build import fake_mode, to_fake
-from pipeline.tracing.chain import find_chain
-from pipeline.tracing.export import export_loss
-from pipeline.tracing.lower import lower as to_ops
-from pipeline.tracing.simplify import simplify
-from stages.checkpoint.choose import choose, evaluate
-from stages.codegen.module import write_module
-from stages.profile.by_table import profile_graph
-from stages.solve.on_mesh import MeshProblem, price_point
-from stages.solve.problem.build import to_sharding
-from stages.solve.problem.families import Families, Parallel
-from stages.solve.problem.storage import Way, storage_choices
-from stages.solve.search.decomposition import fastest
-from stages.solve.search.restricted import restrict
+from shardwright.pipeline.base.errors import ShardwrightError
+from shardwright.pipeline.config import Backend, Checkpoint, Recompute, Solve
+from shardwright.pipeline.cost.step import Workload
+from shardwright.pipeline.ir.cluster import COLLECTIVES, Axis, Cluster, Compute, Curve, LinkCost, Mesh
+from shardwright.pipeline.ir.graph import OpGraph, Role
+from shardwright.pipeline.ir.layout import Layout, R, S
+from shardwright.pipeline.ir.plan import Frontier, FrontierPoint, Plan, Prediction, Proof, Region, Sharding
+from shardwright.pipeline.ir.verify import gathered, verify_graph, verify_sharding
+from shardwright.pipeline.ops.mesh import op_strategies, view_op
+from shardwright.pipeline.ops.uneven import uneven_in
+from shardwright.pipeline.sharding.lowering import with_paths
+from shardwright.pipeline.tracing.build import fake_mode, to_fake
+from shardwright.pipeline.tracing.chain import find_chain
+from shardwright.pipeline.tracing.export import export_loss
+from shardwright.pipeline.tracing.lower import lower as to_ops
+from shardwright.pipeline.tracing.simplify import simplify
+from shardwright.stages.checkpoint.choose import choose, evaluate
+from shardwright.stages.codegen.module import write_module
+from shardwright.stages.profile.by_table import profile_graph
+from shardwright.stages.solve.on_mesh import MeshProblem, price_point
+from shardwright.stages.solve.problem.build import to_sharding
+from shardwright.stages.solve.problem.families import Families, Parallel
+from shardwright.stages.solve.problem.storage import Way, storage_choices
+from shardwright.stages.solve.search.decomposition import fastest
+from shardwright.stages.solve.search.restricted import restrict
 from tests.unpipelined import whole_plan
 
 COPIES, MEMORY, SECONDS = 2.0, 4 * 10**9, 5.0

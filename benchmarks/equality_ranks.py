@@ -103,11 +103,11 @@ def _answer(case: Case, path: Path) -> dict[str, Any]:
 
 def _judge(case: Case, path: Path) -> dict[str, Any]:
     from benchmarks.equality_models import optimizer
-    from pipeline.runtime.programs.source import load_program
-    from stages.verify.compare import judge
-    from stages.verify.float64 import draws_alike
-    from stages.verify.locate import Case as Located
-    from stages.verify.locate import locate
+    from shardwright.pipeline.runtime.programs.source import load_program
+    from shardwright.stages.verify.compare import judge
+    from shardwright.stages.verify.float64 import draws_alike
+    from shardwright.stages.verify.locate import Case as Located
+    from shardwright.stages.verify.locate import locate
 
     path.write_text(case.text)
     truth = _truth(case.model, case.plan.micro_batches, draws_alike(case.graph, case.text))
@@ -124,7 +124,7 @@ def _judge(case: Case, path: Path) -> dict[str, Any]:
 @cache
 def _truth(model: str, passes: int, draw: bool) -> Any:
     from benchmarks.equality_models import batches, build, optimizer
-    from stages.verify.truth import truth_of
+    from shardwright.stages.verify.truth import truth_of
 
     truth = truth_of(lambda: build(model), batches(model, passes), optimizer, draw=draw)
     first = deepcopy(truth.first)  # copies, so that several programs can be held against them

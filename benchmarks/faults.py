@@ -6,7 +6,7 @@ A small GPT on two ranks, with a snapshot every few steps. It is trained undistu
 |---|---|
 | a rank, between two random steps | torchrun starts all ranks again |
 | a rank, while a snapshot is being written | the same |
-| torchrun | the next `python -m stages train` |
+| torchrun | the next `shardwright train` |
 | the stage itself | the same |
 
 `lost` counts snapshots that were acknowledged (a line of steps.jsonl) and were not there when training went on;

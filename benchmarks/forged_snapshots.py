@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from stages.train.snapshots import manifest
-from stages.train.snapshots.boxes import (
+from shardwright.stages.train.snapshots import manifest
+from shardwright.stages.train.snapshots.boxes import (
     BoxedTensor,
     SavedTensor,
     Table,

@@ -147,9 +147,9 @@ def draw(root: Path, layers: int) -> dict[str, Any]:
 
     import torch
 
-    from pipeline.base.artifacts import load
-    from pipeline.base.instantiate import instantiate
-    from pipeline.runtime.step.initial_values import Initial
+    from shardwright.pipeline.base.artifacts import load
+    from shardwright.pipeline.base.instantiate import instantiate
+    from shardwright.pipeline.runtime.step.initial_values import Initial
 
     plan = load("plan", root).body
     torch.manual_seed(0)
@@ -182,8 +182,8 @@ def draw(root: Path, layers: int) -> dict[str, Any]:
 
 
 def report(root: Path, used: dict[str, dict[str, float]], shards: dict[str, Any]) -> int:
-    from pipeline.base.artifacts import load
-    from pipeline.ir.graph import Role
+    from shardwright.pipeline.base.artifacts import load
+    from shardwright.pipeline.ir.graph import Role
 
     graph, plan = load("graph", root).body, load("plan", root).body
     parameters = {value.origin: value.type.numel for value in graph.of_role(Role.PARAMETER)}

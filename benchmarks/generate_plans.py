@@ -6,13 +6,13 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from pipeline.base import artifacts
-from pipeline.ir.cluster import Cluster, Mesh
-from pipeline.ir.graph import OpGraph, Role
-from pipeline.ir.plan import Region, Sharding
-from pipeline.ir.verify import verify_sharding
-from pipeline.ops.uneven import uneven_in
-from pipeline.sharding.lowering import with_paths
+from shardwright.pipeline.base import artifacts
+from shardwright.pipeline.ir.cluster import Cluster, Mesh
+from shardwright.pipeline.ir.graph import OpGraph, Role
+from shardwright.pipeline.ir.plan import Region, Sharding
+from shardwright.pipeline.ir.verify import verify_sharding
+from shardwright.pipeline.ops.uneven import uneven_in
+from shardwright.pipeline.sharding.lowering import with_paths
 from tests.unpipelined import whole_plan
 
 LAYER = re.compile(r"(?<=\blayers\.)\d+")

@@ -26,15 +26,15 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 
 from benchmarks.recompute_plans import unsplit
-from pipeline.ir.plan import Partition, Plan, Prediction, Region
-from pipeline.models import mlp
-from pipeline.sharding.partitions import restricted
-from pipeline.tracing.chain import find_chain
-from pipeline.tracing.export import export_loss
-from pipeline.tracing.lower import lower as to_ops
-from pipeline.tracing.simplify import simplify
-from stages.codegen.partitions import write_partitions
-from stages.train.engines.pipelined import PipelinedEngine
+from shardwright.pipeline.ir.plan import Partition, Plan, Prediction, Region
+from shardwright.pipeline.models import mlp
+from shardwright.pipeline.sharding.partitions import restricted
+from shardwright.pipeline.tracing.chain import find_chain
+from shardwright.pipeline.tracing.export import export_loss
+from shardwright.pipeline.tracing.lower import lower as to_ops
+from shardwright.pipeline.tracing.simplify import simplify
+from shardwright.stages.codegen.partitions import write_partitions
+from shardwright.stages.train.engines.pipelined import PipelinedEngine
 
 BAR = 0.9
 PARTITIONS = 2
@@ -98,10 +98,15 @@ def _middle(graph: Any, layers: int) -> int:
 
 
 def _job(path: Path, width: int, layers: int, batch: int) -> dict[str, Any]:
-    module = {"_target_": "pipeline.models.mlp.build", **_sizes(width, layers)}
+    module = {"_target_": "shardwright.pipeline.models.mlp.build", **_sizes(width, layers)}
     inputs = {"shape": [batch, width], "dtype": "float32"}
     targets = {"shape": [batch], "dtype": "int64"}
-    data = {"_target_": "pipeline.models.data.ClassVectors", "features": width, "classes": width, "samples": batch}
+    data = {
+        "_target_": "shardwright.pipeline.models.data.ClassVectors",
+        "features": width,
+        "classes": width,
+        "samples": batch,
+    }
     optimizer = {"_target_": "torch.optim.SGD", "lr": 1e-3}
     return {
         "module_path": str(path),

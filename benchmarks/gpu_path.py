@@ -1,6 +1,6 @@
 """The seven stages on a GPU as a user runs them, beside what PyTorch offers: `python -m benchmarks.gpu_path`.
 
-For each model and precision a project of its own; `python -m stages trace` ... `train` in it. The peers are trained by
+For each model and precision a project of its own; `shardwright trace` ... `train` in it. The peers are trained by
 the same stage and loop with `engine: single`: the module as it is, with every block recomputed, and compiled as a whole
 (benchmarks/gpu_path_models.py). The peak of the module as it is is 100%; each plan has a share of it as its budget:
 

@@ -22,7 +22,7 @@ ROOM = 3 << 30  # bytes beside what this process has
 
 
 def command(root: Path, *words: str, before: Callable[[], None] = lambda: None) -> subprocess.CompletedProcess[str]:
-    """`python -m stages WORDS` with its output and status; `before` is called in the child."""
+    """`shardwright WORDS` with its output and status; `before` is called in the child."""
     return commands(root, list(words), before=before)
 
 
@@ -74,7 +74,7 @@ def _run(root: Path, each: tuple[list[str], ...], before: Callable[[], None], ou
         os.chdir(root)
         sys.path.insert(0, str(root))  # as with `python -m`
         _bound()
-        from stages.__main__ import main
+        from shardwright.stages.command_line import main
 
         before()
         status = next((status for words in each if (status := main(words))), 0)

@@ -30,17 +30,17 @@ from torch import nn
 from benchmarks.gpu_path_models import MODELS
 from benchmarks.measure_steps import locate, text
 from benchmarks.same_plans import ROOT
-from pipeline.base.errors import SolveError
-from pipeline.config import load_config
-from pipeline.cost.step import Workload
-from pipeline.cost.traffic import lines_of
-from pipeline.cost.two_lines import unrecomputed_runs
-from pipeline.ir.plan import FrontierPoint
-from pipeline.ir.profile import as_run
-from stages.checkpoint.choose import evaluate
-from stages.solve.answer.saved import Saved, found_among
-from stages.solve.problem.build import build
-from stages.whatif.planner import Planner, planning
+from shardwright.pipeline.base.errors import SolveError
+from shardwright.pipeline.config import load_config
+from shardwright.pipeline.cost.step import Workload
+from shardwright.pipeline.cost.traffic import lines_of
+from shardwright.pipeline.cost.two_lines import unrecomputed_runs
+from shardwright.pipeline.ir.plan import FrontierPoint
+from shardwright.pipeline.ir.profile import as_run
+from shardwright.stages.checkpoint.choose import evaluate
+from shardwright.stages.solve.answer.saved import Saved, found_among
+from shardwright.stages.solve.problem.build import build
+from shardwright.stages.whatif.planner import Planner, planning
 
 STEP_BAR, MEMORY_BAR = 0.01, 0.02
 DEPTHS = ("n_layer", "num_hidden_layers", "num_layers")
@@ -102,7 +102,7 @@ def plans(root: Path, models: list[str], clusters: list[str]) -> Iterator[tuple[
     """Model, cluster and kind of each plan, with its two costs and its two peaks."""
     shutil.copytree(ROOT / "conf", root / "conf")
     (root / "pipeline/models").mkdir(parents=True)
-    run_of = lambda stage: import_module(f"stages.{stage}.run").run  # noqa: E731
+    run_of = lambda stage: import_module(f"shardwright.stages.{stage}.run").run  # noqa: E731
     for name in models:
         with planning(root, run_of, logging.getLogger("quiet")) as planner:
             for cluster in clusters:

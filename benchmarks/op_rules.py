@@ -23,16 +23,16 @@ from typing import Any
 import torch
 
 from benchmarks.measure_steps import image, locate, text
-from pipeline.ir.graph import OpGraph
-from pipeline.ir.plan import Strategy
-from pipeline.ops.dims import strategies
-from pipeline.ops.mesh import followers, op_strategies, view_op
-from pipeline.ops.table import rule_of, table
-from pipeline.tracing.build import fake_mode, to_fake
-from pipeline.tracing.chain import find_chain
-from pipeline.tracing.export import export_loss
-from pipeline.tracing.lower import lower
-from pipeline.tracing.simplify import simplify
+from shardwright.pipeline.ir.graph import OpGraph
+from shardwright.pipeline.ir.plan import Strategy
+from shardwright.pipeline.ops.dims import strategies
+from shardwright.pipeline.ops.mesh import followers, op_strategies, view_op
+from shardwright.pipeline.ops.table import rule_of, table
+from shardwright.pipeline.tracing.build import fake_mode, to_fake
+from shardwright.pipeline.tracing.chain import find_chain
+from shardwright.pipeline.tracing.export import export_loss
+from shardwright.pipeline.tracing.lower import lower
+from shardwright.pipeline.tracing.simplify import simplify
 
 DECODER = {"num_hidden_layers": 4, "vocab_size": 32000, "use_cache": False}
 FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {

@@ -41,7 +41,7 @@ from benchmarks.overhead_steps import (
     plain_step,
     tensor_step,
 )
-from pipeline.runtime.programs.source import load_program
+from shardwright.pipeline.runtime.programs.source import load_program
 
 BAR = 1.00  # of one rank
 NEAR = 1e-4  # losses of a pair, relative

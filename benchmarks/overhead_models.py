@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.measure_steps import image, locate, text
-from pipeline.models import gpt
+from shardwright.pipeline.models import gpt
 
 # One rank: models of transformers with batches short enough for a CPU.
 ONE_RANK: dict[str, dict[str, Any]] = {

@@ -11,23 +11,23 @@ from torch.optim import AdamW
 from benchmarks.overhead_models import batch_two, build_two
 from benchmarks.profile_accuracy import trace_row
 from benchmarks.recompute_plans import unsplit
-from pipeline.cost.step import Workload
-from pipeline.ir.cluster import COLLECTIVES, Axis, Cluster, Compute, Curve, LinkCost
-from pipeline.ir.graph import OpGraph
-from pipeline.ir.plan import Prediction, Region, Sharding
-from pipeline.ir.profile import as_run
-from pipeline.sharding.lowering import with_paths
-from pipeline.tracing.chain import find_chain
-from pipeline.tracing.export import export_loss
-from pipeline.tracing.lower import lower as to_ops
-from pipeline.tracing.simplify import simplify
-from stages.checkpoint.recompute.released import released
-from stages.codegen.module import write_module
-from stages.profile.run import make_profile
-from stages.solve.problem.build import build, to_sharding
-from stages.solve.problem.families import Families, named
-from stages.solve.search.decomposition import fastest
-from stages.solve.search.restricted import restrict
+from shardwright.pipeline.cost.step import Workload
+from shardwright.pipeline.ir.cluster import COLLECTIVES, Axis, Cluster, Compute, Curve, LinkCost
+from shardwright.pipeline.ir.graph import OpGraph
+from shardwright.pipeline.ir.plan import Prediction, Region, Sharding
+from shardwright.pipeline.ir.profile import as_run
+from shardwright.pipeline.sharding.lowering import with_paths
+from shardwright.pipeline.tracing.chain import find_chain
+from shardwright.pipeline.tracing.export import export_loss
+from shardwright.pipeline.tracing.lower import lower as to_ops
+from shardwright.pipeline.tracing.simplify import simplify
+from shardwright.stages.checkpoint.recompute.released import released
+from shardwright.stages.codegen.module import write_module
+from shardwright.stages.profile.run import make_profile
+from shardwright.stages.solve.problem.build import build, to_sharding
+from shardwright.stages.solve.problem.families import Families, named
+from shardwright.stages.solve.search.decomposition import fastest
+from shardwright.stages.solve.search.restricted import restrict
 from tests.unpipelined import whole_plan
 
 SEARCH_S = 20.0

@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.ir.layout import Layout
-from pipeline.ir.names import look_up
-from pipeline.runtime.programs.mesh import set_mesh
-from pipeline.runtime.programs.parameters import shard_of
-from pipeline.runtime.step.gradients import Gradients
-from pipeline.runtime.step.passes import run_passes
+from shardwright.pipeline.ir.layout import Layout
+from shardwright.pipeline.ir.names import look_up
+from shardwright.pipeline.runtime.programs.mesh import set_mesh
+from shardwright.pipeline.runtime.programs.parameters import shard_of
+from shardwright.pipeline.runtime.step.gradients import Gradients
+from shardwright.pipeline.runtime.step.passes import run_passes
 
 Step = Callable[[], Tensor]
 RATE = 1e-5  # of learning: small, so that rounding does not grow from step to step

@@ -29,11 +29,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.contest_search import ContestSearcher
-from stages.solve.problem.data import Edge, Holding, Node, Problem
-from stages.solve.search.large.arrays import Arrays, Ints, flatten
-from stages.solve.search.large.descent import Searcher
-from stages.solve.search.large.partial_elimination import grow_ball
-from stages.solve.search.large.presolve import NoChoice, Presolved, reduce
+from shardwright.stages.solve.problem.data import Edge, Holding, Node, Problem
+from shardwright.stages.solve.search.large.arrays import Arrays, Ints, flatten
+from shardwright.stages.solve.search.large.descent import Searcher
+from shardwright.stages.solve.search.large.partial_elimination import grow_ball
+from shardwright.stages.solve.search.large.presolve import NoChoice, Presolved, reduce
 
 POLL = 0.05  # seconds
 SHARES = (0.5, 0.3)  # of the time for the bound, by process

@@ -17,11 +17,11 @@ import sys
 import time
 from collections import Counter
 
-from stages.checkpoint.pipelines.partition import partition
-from stages.checkpoint.pipelines.refine import PipelinePlan
-from stages.checkpoint.pipelines.search_inputs import Division, Effort, PartitionError
-from stages.checkpoint.pipelines.submesh_plans import SubmeshPlan
-from stages.checkpoint.recompute.chain import Chain, Slots
+from shardwright.stages.checkpoint.pipelines.partition import partition
+from shardwright.stages.checkpoint.pipelines.refine import PipelinePlan
+from shardwright.stages.checkpoint.pipelines.search_inputs import Division, Effort, PartitionError
+from shardwright.stages.checkpoint.pipelines.submesh_plans import SubmeshPlan
+from shardwright.stages.checkpoint.recompute.chain import Chain, Slots
 from tests.partition_cases import least_estimate, random_case
 
 LAYERS, DEVICES, MICRO_BATCHES, MEMORY = 96, 64, 64, 80 * 10**9

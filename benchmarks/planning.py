@@ -55,10 +55,10 @@ def _plan(depth: int, backend: str) -> dict[str, Any]:
     import logging
 
     from benchmarks.step_problems import COPIES, binding_budget, traced, two_boxes
-    from pipeline.config import Backend, Solve
-    from pipeline.cost.step import Workload
-    from stages.solve.answer.frontier import FrontierSearch
-    from stages.solve.problem.build import build
+    from shardwright.pipeline.config import Backend, Solve
+    from shardwright.pipeline.cost.step import Workload
+    from shardwright.stages.solve.answer.frontier import FrontierSearch
+    from shardwright.stages.solve.problem.build import build
 
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})

@@ -23,17 +23,17 @@ from typing import Any
 import torch
 
 from benchmarks.measure_steps import locate
-from pipeline.cost.unsplit import StepSeconds, step_seconds
-from pipeline.ir.graph import OpGraph
-from pipeline.rates.kernels import Card
-from pipeline.tracing.build import fake_mode, to_fake
-from pipeline.tracing.chain import find_chain
-from pipeline.tracing.export import export_loss
-from pipeline.tracing.lower import lower
-from pipeline.tracing.simplify import simplify
-from stages.profile.costs import all_kernels
-from stages.profile.step import profile_step
-from stages.profile.timeline import StepMemory
+from shardwright.pipeline.cost.unsplit import StepSeconds, step_seconds
+from shardwright.pipeline.ir.graph import OpGraph
+from shardwright.pipeline.rates.kernels import Card
+from shardwright.pipeline.tracing.build import fake_mode, to_fake
+from shardwright.pipeline.tracing.chain import find_chain
+from shardwright.pipeline.tracing.export import export_loss
+from shardwright.pipeline.tracing.lower import lower
+from shardwright.pipeline.tracing.simplify import simplify
+from shardwright.stages.profile.costs import all_kernels
+from shardwright.stages.profile.step import profile_step
+from shardwright.stages.profile.timeline import StepMemory
 
 MEMORY = {"resident": "resident_bytes", "after_forward": "after_fwd_bytes", "peak": "step_peak_bytes"}
 SECONDS = {"forward": "fwd_ms", "backward": "bwd_ms", "optimizer": "opt_ms", "step": "step_ms"}

@@ -65,7 +65,7 @@ def one(name: str) -> dict[str, float]:
     start = time.perf_counter()
     from benchmarks.measure_steps import locate, text
     from benchmarks.profile_accuracy import trace_row
-    from stages.profile.step import profile_step
+    from shardwright.stages.profile.step import profile_step
 
     row = {
         "name": name, "mode": "amp", "config": {**MODELS[name], "use_cache": False}, "batch": text(8, 1024, 50257),

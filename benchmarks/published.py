@@ -6,11 +6,11 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.config.schema import OverlapMode
-from pipeline.cost.pipelines.play import Load, simulate
-from pipeline.cost.pipelines.schedules import Pipeline, orders
-from pipeline.layouts.sizes import KNOWN, AttentionKernel, ParallelLayout, Transformer
-from pipeline.layouts.work import RecomputeMode
+from shardwright.pipeline.config.schema import OverlapMode
+from shardwright.pipeline.cost.pipelines.play import Load, simulate
+from shardwright.pipeline.cost.pipelines.schedules import Pipeline, orders
+from shardwright.pipeline.layouts.sizes import KNOWN, AttentionKernel, ParallelLayout, Transformer
+from shardwright.pipeline.layouts.work import RecomputeMode
 
 
 @dataclass(frozen=True)

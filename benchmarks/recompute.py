@@ -42,12 +42,12 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from benchmarks.measure_steps import image, locate, text
 from benchmarks.recompute_report import EQUAL, report
-from pipeline.ir.codec import decode, encode
-from pipeline.ir.graph import OpGraph
-from pipeline.ir.profile import Compiled
-from pipeline.runtime import compiled
-from pipeline.runtime.programs.source import load_program
-from stages.profile.compiled import KEEPS, measure_blocks, worth_choosing
+from shardwright.pipeline.ir.codec import decode, encode
+from shardwright.pipeline.ir.graph import OpGraph
+from shardwright.pipeline.ir.profile import Compiled
+from shardwright.pipeline.runtime import compiled
+from shardwright.pipeline.runtime.programs.source import load_program
+from shardwright.stages.profile.compiled import KEEPS, measure_blocks, worth_choosing
 
 PARTS = ("trace", "peers", "blocks", "plan", "ours")
 WAYS = {"keeps": {"cheapest": ()}, "cheapest": {"keeps": KEEPS[:1]}}
@@ -330,7 +330,7 @@ def compiled_once(function: FunctionType, keeps: float, **how: Any) -> Any:
 
 
 def load(path: Path) -> ModuleType:
-    with patch("pipeline.runtime.compiled", compiled_once):
+    with patch("shardwright.pipeline.runtime.compiled", compiled_once):
         return load_program(str(path))
 
 

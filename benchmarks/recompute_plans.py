@@ -9,20 +9,20 @@ from typing import Any
 from torch.optim import AdamW
 
 from benchmarks.profile_accuracy import card_of
-from pipeline.cost.groups import Join
-from pipeline.cost.step import Workload
-from pipeline.ir.cluster import COLLECTIVES, NO_HOST, Axis, Cluster, Compute, Curve, LinkCost
-from pipeline.ir.graph import OpGraph, Role
-from pipeline.ir.layout import Layout, R
-from pipeline.ir.plan import Prediction, Sharding, Strategy
-from pipeline.ir.profile import Compiled, as_run
-from stages.checkpoint.recompute import rotor, schedule
-from stages.checkpoint.recompute.linearize import linearize
-from stages.checkpoint.recompute.released import released
-from stages.checkpoint.recompute.rotor import fastest_within
-from stages.checkpoint.recompute.simulate import simulate
-from stages.codegen.module import write_module
-from stages.profile.run import make_profile
+from shardwright.pipeline.cost.groups import Join
+from shardwright.pipeline.cost.step import Workload
+from shardwright.pipeline.ir.cluster import COLLECTIVES, NO_HOST, Axis, Cluster, Compute, Curve, LinkCost
+from shardwright.pipeline.ir.graph import OpGraph, Role
+from shardwright.pipeline.ir.layout import Layout, R
+from shardwright.pipeline.ir.plan import Prediction, Sharding, Strategy
+from shardwright.pipeline.ir.profile import Compiled, as_run
+from shardwright.stages.checkpoint.recompute import rotor, schedule
+from shardwright.stages.checkpoint.recompute.linearize import linearize
+from shardwright.stages.checkpoint.recompute.released import released
+from shardwright.stages.checkpoint.recompute.rotor import fastest_within
+from shardwright.stages.checkpoint.recompute.simulate import simulate
+from shardwright.stages.codegen.module import write_module
+from shardwright.stages.profile.run import make_profile
 from tests.unpipelined import whole_plan
 
 

@@ -16,8 +16,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from stages.report.facts import facts_of
-from stages.report.page import page_of
+from shardwright.stages.report.facts import facts_of
+from shardwright.stages.report.page import page_of
 from tests.browser import find_browser, opened
 from tests.report_sources import deep_sources, measured_of
 

@@ -25,11 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.errors import ShardwrightError
-from stages.checkpoint.recompute import rotor
-from stages.checkpoint.recompute.chain import Chain, Option, discretise
-from stages.checkpoint.recompute.schedule import no_recompute
-from stages.checkpoint.recompute.simulate import simulate
+from shardwright.pipeline.base.errors import ShardwrightError
+from shardwright.stages.checkpoint.recompute import rotor
+from shardwright.stages.checkpoint.recompute.chain import Chain, Option, discretise
+from shardwright.stages.checkpoint.recompute.schedule import no_recompute
+from shardwright.stages.checkpoint.recompute.simulate import simulate
 
 EXPECTED = ("exact_persistent", "makespan")
 LENGTHS, SLOTS, SHARES, REPEATS = (24, 60, 100, 200), (500, 2000), (0.0, 0.25, 0.5, 1.0), 3

@@ -23,7 +23,7 @@ from typing import Any
 
 import yaml
 
-from stages.__main__ import main as stages
+from shardwright.stages.command_line import main as stages
 from tests.families import FAMILIES
 
 ROOT = Path(__file__).parents[1]

@@ -34,10 +34,10 @@ def configure(
     data = {"vocab_size": words, "length": context, "samples": 1000, "seed": 3}
     files: dict[str, dict[str, Any]] = {
         "model": {
-            "module": {"_target_": "pipeline.models.gpt.build", **sizes},
+            "module": {"_target_": "shardwright.pipeline.models.gpt.build", **sizes},
             "batch": {"input_ids": shape, "labels": shape},
         },
-        "data": {"dataset": {"_target_": "pipeline.models.data.TokenSequences", **data}, "shuffle": True},
+        "data": {"dataset": {"_target_": "shardwright.pipeline.models.data.TokenSequences", **data}, "shuffle": True},
         "cluster": {
             "source": "preset",
             "device": "cpu",
@@ -94,7 +94,7 @@ def run(root: Path, stage: str, **how: Any) -> subprocess.CompletedProcess[str]:
 
 
 class Training:
-    """`python -m stages train` under way, seen from outside."""
+    """`shardwright train` under way, seen from outside."""
 
     def __init__(self, root: Path, *command: str, **environ: str) -> None:
         self.root = root

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import small_project
-from pipeline.config import load_config
-from pipeline.launch.launch import run_ranks
-from pipeline.launch.rank import follow_parent
-from pipeline.launch.rendezvous import init_process_group
+from shardwright.pipeline.config import load_config
+from shardwright.pipeline.launch.launch import run_ranks
+from shardwright.pipeline.launch.rank import follow_parent
+from shardwright.pipeline.launch.rendezvous import init_process_group
 
 EVERY, BAR = 20, 1.03
 SIZES = {"width": 256, "batch": 16, "context": 128, "layers": 4}
@@ -68,8 +68,8 @@ def rank(work: Path) -> None:
     """One of the two processes."""
     import torch.distributed as dist
 
-    from stages.train.engines.planned import PlannedEngine
-    from stages.train.snapshots.writer import SnapshotWriter
+    from shardwright.stages.train.engines.planned import PlannedEngine
+    from shardwright.stages.train.snapshots.writer import SnapshotWriter
 
     follow_parent()
     given = json.loads((work / "job.json").read_text())

@@ -28,8 +28,8 @@ import orjson
 import psutil
 
 from benchmarks.parallel_search import SearchResult, search
-from stages.solve.problem.data import FORBIDDEN, Edge, Holding, Node, Problem
-from stages.solve.search.large.presolve import NoChoice
+from shardwright.stages.solve.problem.data import FORBIDDEN, Edge, Holding, Node, Problem
+from shardwright.stages.solve.search.large.presolve import NoChoice
 
 TOO_DEAR = 10**18
 RESERVE = 0.8  # seconds to stop, check and print; and a share of the time that loading took

@@ -13,7 +13,7 @@ LIMIT_S = 300
 
 
 def run(root: Path, *command: str, before: Callable[[], None] | None = None) -> subprocess.CompletedProcess[str]:
-    """`python -m stages COMMAND`; `before` is called in the process that becomes it."""
+    """`shardwright COMMAND`; `before` is called in the process that becomes it."""
     words = [sys.executable, "-m", "stages", *command]
     return subprocess.run(
         words,

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from pipeline.ir.cluster import COLLECTIVES, Axis, Cluster, Compute, Curve, LinkCost
-from pipeline.ir.graph import OpGraph
-from pipeline.ir.profile import Profile
-from pipeline.models.gpt import GPT
-from pipeline.tracing.chain import find_chain
-from pipeline.tracing.export import export_loss
-from pipeline.tracing.lower import lower
-from pipeline.tracing.simplify import simplify
-from stages.profile.by_table import profile_graph
-from stages.solve.answer.frontier import FrontierSearch
+from shardwright.pipeline.ir.cluster import COLLECTIVES, Axis, Cluster, Compute, Curve, LinkCost
+from shardwright.pipeline.ir.graph import OpGraph
+from shardwright.pipeline.ir.profile import Profile
+from shardwright.pipeline.models.gpt import GPT
+from shardwright.pipeline.tracing.chain import find_chain
+from shardwright.pipeline.tracing.export import export_loss
+from shardwright.pipeline.tracing.lower import lower
+from shardwright.pipeline.tracing.simplify import simplify
+from shardwright.stages.profile.by_table import profile_graph
+from shardwright.stages.solve.answer.frontier import FrontierSearch
 
 FAMILIES = ("gpt", "llama")
 WIDTH, HEADS, CONTEXT, BATCH, VOCABULARY = 2048, 16, 1024, 8, 50304

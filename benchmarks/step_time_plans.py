@@ -19,21 +19,21 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.step_time_models import SCENARIOS, specs
-from pipeline.base import artifacts
-from pipeline.base.stage import STAGES, execute
-from pipeline.config import Backend, Checkpoint, Recompute, Solve
-from pipeline.cost.step import Workload
-from pipeline.ir.graph import OpGraph
-from pipeline.ir.plan import Frontier, Plan, Proof, Sharding
-from pipeline.ir.profile import Profile, as_run
-from stages.checkpoint.choose import choose, evaluate
-from stages.checkpoint.recompute.released import released
-from stages.codegen.module import write_module
-from stages.solve.on_mesh import MeshProblem, price_point
-from stages.solve.problem.build import to_sharding
-from stages.solve.problem.families import Families, named
-from stages.solve.search.decomposition import fastest
-from stages.solve.search.restricted import restrict
+from shardwright.pipeline.base import artifacts
+from shardwright.pipeline.base.stage import STAGES, execute
+from shardwright.pipeline.config import Backend, Checkpoint, Recompute, Solve
+from shardwright.pipeline.cost.step import Workload
+from shardwright.pipeline.ir.graph import OpGraph
+from shardwright.pipeline.ir.plan import Frontier, Plan, Proof, Sharding
+from shardwright.pipeline.ir.profile import Profile, as_run
+from shardwright.stages.checkpoint.choose import choose, evaluate
+from shardwright.stages.checkpoint.recompute.released import released
+from shardwright.stages.codegen.module import write_module
+from shardwright.stages.solve.on_mesh import MeshProblem, price_point
+from shardwright.stages.solve.problem.build import to_sharding
+from shardwright.stages.solve.problem.families import Families, named
+from shardwright.stages.solve.search.decomposition import fastest
+from shardwright.stages.solve.search.restricted import restrict
 from tests.namespaces import OWN, address
 
 SOURCE = Path(__file__).resolve().parent.parent
@@ -63,7 +63,7 @@ def project(folder: Path, name: str, probe: dict[str, Any]) -> Path:
     module = {"_target_": "benchmarks.step_time_models.build", "name": name}
     conf: dict[str, dict[str, Any]] = {
         "model": {"module": module, "batch": shapes, "batch_norm": scenario.batch_norm},
-        "data": {"dataset": {"_target_": "pipeline.models.data.TokenSequences"}},  # nothing is trained here
+        "data": {"dataset": {"_target_": "shardwright.pipeline.models.data.TokenSequences"}},  # nothing is trained here
         "cluster": {"source": "probe", "device": "cpu", **probe},
         "solve": {"backend": "highs", "frontier_points": 4, "submeshes": 0, "memory_budget_gb": budget},
         "checkpoint": {"recompute": "optimal"},
@@ -90,14 +90,14 @@ def apart() -> dict[str, Any]:
 
 def run(root: Path, *names: str) -> None:
     for name in names:
-        module = importlib.import_module(f"stages.{name}.run")
+        module = importlib.import_module(f"shardwright.stages.{name}.run")
         execute(STAGES[name], module.run, root, logging.getLogger("benchmarks.step_time"))
 
 
 def measure_hosts(root: Path, spaces: list[str]) -> None:
     """The cluster stage on the first host, with the other one joining."""
     environment = {**os.environ, "PYTHONPATH": str(SOURCE), "GLOO_SOCKET_IFNAME": OWN, "OMP_NUM_THREADS": "1"}
-    modules = (["stages", "cluster"], ["stages.cluster.join", f"{address(0)}:{PORT}", "--host", address(1)])
+    modules = (["stages", "cluster"], ["shardwright.stages.cluster.join", f"{address(0)}:{PORT}", "--host", address(1)])
     processes = [
         subprocess.Popen(["ip", "netns", "exec", space, sys.executable, "-m", *module], cwd=root, env=environment)
         for space, module in zip(spaces, modules, strict=True)

@@ -21,9 +21,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from benchmarks.overhead_steps import Step, ddp_step, fsdp_step, our_step, plain_step, tensor_step, timed
 from benchmarks.step_time_models import SCENARIOS, batch, build
-from pipeline.runtime.compiler.compiled import use_kernels_of
-from pipeline.runtime.programs.source import load_program
-from pipeline.runtime.step.memory import Tally, keep_freed_memory
+from shardwright.pipeline.runtime.compiler.compiled import use_kernels_of
+from shardwright.pipeline.runtime.programs.source import load_program
+from shardwright.pipeline.runtime.step.memory import Tally, keep_freed_memory
 
 RANKS, WARM_UP, COLLECTIVE_S = 2, 3, 300
 CHOSEN, DDP_LIKE_US = "chosen", "ddp, same kernels"

@@ -75,12 +75,12 @@ def plan(family: str, depth: int, seconds: float, seed: int, **sizes: int) -> di
 
     from benchmarks.parallel_search import search
     from benchmarks.step_problems import COPIES, Sizes, binding_budget, traced, two_boxes
-    from pipeline.config import Backend, Search, Solve
-    from pipeline.cost.step import Workload
-    from stages.solve.answer.frontier import FrontierSearch
-    from stages.solve.on_mesh import price_point
-    from stages.solve.problem.build import build, to_sharding
-    from stages.solve.search.large.plain import plain
+    from shardwright.pipeline.config import Backend, Search, Solve
+    from shardwright.pipeline.cost.step import Workload
+    from shardwright.stages.solve.answer.frontier import FrontierSearch
+    from shardwright.stages.solve.on_mesh import price_point
+    from shardwright.stages.solve.problem.build import build, to_sharding
+    from shardwright.stages.solve.search.large.plain import plain
 
     start = time.monotonic()
     graph, profile = traced(family, depth, Sizes(**sizes))

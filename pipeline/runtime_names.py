@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.sharding.conversions import REGATHER, TABLE
+from shardwright.pipeline.sharding.conversions import REGATHER, TABLE
 
 CONVERSIONS = tuple(sorted({entry.function for entry in (*TABLE.values(), REGATHER)}))
 BODIES = (  # local forms of ops

@@ -1,4 +1,4 @@
-"""`python -m stages calibrate FILE.csv`: what measured steps say that a card and its links reach, for conf/cluster.
+"""`shardwright calibrate FILE.csv`: what measured steps say that a card and its links reach, for conf/cluster.
 
 FILE.csv has a line for each step of a GPT (pipeline/layouts/measured.py). The six shares of `preset.reached` that fit
 the steps best are written into the cluster's file, where plans and prices find them; comments stay.
@@ -12,15 +12,15 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.base.log import Log, say
-from pipeline.config import listing, load_config, load_part, set_keys
-from pipeline.config.schema import OverlapMode
-from pipeline.layouts.calibrate import FITTED, MeasuredStep, WorksOf, calibrated, predicted
-from pipeline.layouts.machine import Machine, machine_of
-from pipeline.layouts.measured import AllWorks, StepsError, read_rows, step_of
-from pipeline.layouts.planner_stages import PlannerStages
-from pipeline.layouts.sizes import why_not
-from pipeline.layouts.work import RecomputeMode
+from shardwright.pipeline.base.log import Log, say
+from shardwright.pipeline.config import listing, load_config, load_part, set_keys
+from shardwright.pipeline.config.schema import OverlapMode
+from shardwright.pipeline.layouts.calibrate import FITTED, MeasuredStep, WorksOf, calibrated, predicted
+from shardwright.pipeline.layouts.machine import Machine, machine_of
+from shardwright.pipeline.layouts.measured import AllWorks, StepsError, read_rows, step_of
+from shardwright.pipeline.layouts.planner_stages import PlannerStages
+from shardwright.pipeline.layouts.sizes import why_not
+from shardwright.pipeline.layouts.work import RecomputeMode
 
 MOST, SEED = 200, 0  # steps that are fitted, drawn where there are more
 

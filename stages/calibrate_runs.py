@@ -1,4 +1,4 @@
-"""`python -m stages calibrate [RUN ...]`: what runs of this project measured, for the predictions to come.
+"""`shardwright calibrate [RUN ...]`: what runs of this project measured, for the predictions to come.
 
 A run is its report.json, or its folder; its plan and all that this was made of lie beside it. What it measured is kept
 in conf/measured, by the digests of the machine, of its figures and of the model; solve reads it (pipeline/ir/
@@ -20,23 +20,31 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.base import artifacts
-from pipeline.base.artifacts import KINDS, Artifact
-from pipeline.base.errors import ShardwrightError
-from pipeline.base.instantiate import add_code_path
-from pipeline.base.log import Log, say
-from pipeline.base.measured_runs import file_of, known, read_runs, write_runs
-from pipeline.config import ClusterSettings, ClusterSource, Config, listing, load_config, load_part, set_keys
-from pipeline.cost.corrected import decisions_of, uncorrected_parts
-from pipeline.cost.parts import priced_parts
-from pipeline.ir.cluster import Cluster
-from pipeline.ir.correction import Correction, MeasuredPlan, MeasuredRun, StepParts, correction_of, with_run
-from pipeline.ir.plan import Plan
-from pipeline.ir.profile import as_run
-from pipeline.ir.report import Report
-from pipeline.ops.discovery.remembered import remember_in
-from pipeline.sharding.slices import sliced
-from pipeline.user.own_ops import know_own_ops
+from shardwright.pipeline.base import artifacts
+from shardwright.pipeline.base.artifacts import KINDS, Artifact
+from shardwright.pipeline.base.errors import ShardwrightError
+from shardwright.pipeline.base.instantiate import add_code_path
+from shardwright.pipeline.base.log import Log, say
+from shardwright.pipeline.base.measured_runs import file_of, known, read_runs, write_runs
+from shardwright.pipeline.config import (
+    ClusterSettings,
+    ClusterSource,
+    Config,
+    listing,
+    load_config,
+    load_part,
+    set_keys,
+)
+from shardwright.pipeline.cost.corrected import decisions_of, uncorrected_parts
+from shardwright.pipeline.cost.parts import priced_parts
+from shardwright.pipeline.ir.cluster import Cluster
+from shardwright.pipeline.ir.correction import Correction, MeasuredPlan, MeasuredRun, StepParts, correction_of, with_run
+from shardwright.pipeline.ir.plan import Plan
+from shardwright.pipeline.ir.profile import as_run
+from shardwright.pipeline.ir.report import Report
+from shardwright.pipeline.ops.discovery.remembered import remember_in
+from shardwright.pipeline.sharding.slices import sliced
+from shardwright.pipeline.user.own_ops import know_own_ops
 
 READ = ("graph", "profile", "cluster", "frontier", "plan", "report")
 LEAST_SHARE, MOST_US = 0.01, 1e6
@@ -69,7 +77,7 @@ def run(root: Path, arguments: argparse.Namespace, describe: Describe, log: Log)
     for one in runs:
         kept = with_run(kept, one)
     write_runs(root, name, kept)
-    say(f"the next prediction for this model on {name} rests on it: {file_of(name)}; now `python -m stages run`")
+    say(f"the next prediction for this model on {name} rests on it: {file_of(name)}; now `shardwright run`")
     return 0
 
 
@@ -101,7 +109,7 @@ def read_run(root: Path, file: Path, config: Config, log: Log) -> Found:
         if found["report"].config.get(group) != config.digest(group):
             what = f"it was measured with other settings than conf/{group}/{config.choices[group]}.yaml has now"
             named = ", or name its cluster with --cluster" if group == "cluster" else ""
-            raise RunsError(what, where=where, remedy=f"run `python -m stages run` and calibrate again{named}")
+            raise RunsError(what, where=where, remedy=f"run `shardwright run` and calibrate again{named}")
     if report.engine != "planned" or report.module_edited:
         what = "the module was edited" if report.module_edited else f"its steps were taken by `engine: {report.engine}`"
         raise RunsError(f"{what}: it says nothing of the plan", where=where, remedy="train the plan as it is written")

@@ -1,4 +1,4 @@
-"""`python -m stages check`: what later stages would refuse, found before anything runs, and told all at once.
+"""`shardwright check`: what later stages would refuse, found before anything runs, and told all at once.
 
 It imports what `_target_` names, builds the model without memory, takes a step of the optimizer on one parameter, reads
 one item of the data and counts devices. What only the traced graph or the plan tells is left to the stages.
@@ -18,8 +18,8 @@ from math import gcd, prod
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.artifacts import load_saved
-from pipeline.base.errors import (
+from shardwright.pipeline.base.artifacts import load_saved
+from shardwright.pipeline.base.errors import (
     ArtifactError,
     ConfigError,
     Mistakes,
@@ -29,9 +29,9 @@ from pipeline.base.errors import (
     TrainError,
     nearest,
 )
-from pipeline.base.instantiate import add_code_path, instantiate
-from pipeline.base.log import Log
-from pipeline.config import PIPELINE_AXIS, ClusterSource, Config, Device, Draft, TrainEngine, saved_file
+from shardwright.pipeline.base.instantiate import add_code_path, instantiate
+from shardwright.pipeline.base.log import Log
+from shardwright.pipeline.config import PIPELINE_AXIS, ClusterSource, Config, Device, Draft, TrainEngine, saved_file
 
 EVERY_AXIS = ("d0", "d1", "d2")  # as the meshes of a cluster name theirs
 RESUMED = re.compile(r"step-\d+")
@@ -53,7 +53,7 @@ def check(root: Path, draft: Draft, log: Log) -> None:
 
     sound, model = draft.sound, None
     if there(sound.model, "module"):
-        from pipeline.tracing.build import build_module
+        from shardwright.pipeline.tracing.build import build_module
 
         with mistakes.gather():  # built on the meta device, or for real where it must be
             model = build_module(sound.model.module, f"{file_of(sound, 'model')}: module")
@@ -111,7 +111,7 @@ def _as_taken(config: Config, model: Any) -> tuple[Config, list[TraceError]]:
 
 
 def _optimizer(config: Config) -> None:
-    from pipeline.user.optimizer import try_optimizer
+    from shardwright.pipeline.user.optimizer import try_optimizer
 
     where, schedule = file_of(config, "train"), config.train.schedule
     device = config.cluster.device.value if config.cluster else "cpu"
@@ -134,7 +134,7 @@ def _data(config: Config) -> Iterator[ShardwrightError]:
 
 
 def _check_data_set(config: Config, key: str, settings: Mapping[str, Any]) -> None:
-    from pipeline.user.batches import length_of, sample_mistakes
+    from shardwright.pipeline.user.batches import length_of, sample_mistakes
 
     where = f"{file_of(config, 'data')}: {key}"
     dataset = instantiate(settings, where)
@@ -157,7 +157,7 @@ def _check_data_set(config: Config, key: str, settings: Mapping[str, Any]) -> No
 
 
 def _own_ops(config: Config, root: Path) -> Iterator[ShardwrightError]:
-    from pipeline.user.own_ops import know_own_ops
+    from shardwright.pipeline.user.own_ops import know_own_ops
 
     return _raised(lambda: know_own_ops(config, None))
 
@@ -169,7 +169,7 @@ def _devices(config: Config, root: Path) -> Iterator[ShardwrightError]:
     """A cluster that is measured must be there; one that is described may be anywhere."""
     if config.cluster.source is not ClusterSource.probe:
         return iter(())
-    from stages.cluster.measure import check_devices
+    from shardwright.stages.cluster.measure import check_devices
 
     return _raised(lambda: check_devices(config.cluster, file_of(config, "cluster")))
 
@@ -201,11 +201,11 @@ def _solver(config: Config, root: Path) -> Iterator[ShardwrightError]:
     """The program that solves, the saved plan, and what the constraints' lines say."""
     solve, where = config.solve, file_of(config, "solve")
     if solve.glpsol is not None and solve.backend.value == "glpk":
-        from stages.solve.search.backends.glpk import find_glpsol
+        from shardwright.stages.solve.search.backends.glpk import find_glpsol
 
         yield from _raised(lambda: find_glpsol(solve.glpsol, where))
     if solve.constraints:
-        from stages.solve.problem.constraints import parse
+        from shardwright.stages.solve.problem.constraints import parse
 
         axes = _axes(config)
         yield from _raised(*(partial(parse, {name: text}, axes, where) for name, text in solve.constraints.items()))
@@ -255,7 +255,7 @@ def _micro_batches(config: Config, root: Path) -> Iterator[ShardwrightError]:
 
 
 def _engine(config: Config, root: Path) -> Iterator[ShardwrightError]:
-    from stages.train.run import check_batch
+    from shardwright.stages.train.run import check_batch
 
     ranks = 1 if config.train.engine is TrainEngine.single else config.cluster.all_devices
     return _raised(lambda: check_batch(config, ranks))
@@ -305,8 +305,8 @@ def _weights(config: Config, root: Path, model: Any) -> Iterator[ShardwrightErro
     """The file has the model's names and shapes."""
     if config.train.init_from is None or not (root / config.train.init_from).is_file():
         return  # that has been told
-    from pipeline.user.weights import match_names, open_weights
-    from stages.train.engines.tensors import state_names
+    from shardwright.pipeline.user.weights import match_names, open_weights
+    from shardwright.stages.train.engines.tensors import state_names
 
     path, where = root / config.train.init_from, f"{file_of(config, 'train')}: init_from"
     named = {**dict(model.named_buffers()), **dict(model.named_parameters())}

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.base.errors import ShardwrightError
-from pipeline.base.lock import locked, refuse_locked
-from pipeline.base.log import QUIET, VERBOSE, Log, say
-from pipeline.base.signals import run_dvc
+from shardwright.pipeline.base.errors import ShardwrightError
+from shardwright.pipeline.base.lock import locked, refuse_locked
+from shardwright.pipeline.base.log import QUIET, VERBOSE, Log, say
+from shardwright.pipeline.base.signals import run_dvc
 
 if TYPE_CHECKING:
-    from pipeline.config import ClusterSettings
-    from pipeline.ir.cluster import Cluster
-    from pipeline.layouts.planner_stages import PlannerStages
+    from shardwright.pipeline.config import ClusterSettings
+    from shardwright.pipeline.ir.cluster import Cluster
+    from shardwright.pipeline.layouts.planner_stages import PlannerStages
 
 
 class RunFailed(ShardwrightError):
@@ -73,8 +73,8 @@ def command(help: str, *arguments: Argument) -> Callable[[Run], Run]:
 
 @command("check the configuration: files, classes, one item of the data, devices")
 def check(root: Path, arguments: argparse.Namespace, log: Log) -> int:
-    from pipeline.config import read_draft
-    from stages.check import check as judge
+    from shardwright.pipeline.config import read_draft
+    from shardwright.stages.check import check as judge
 
     draft = read_draft(root)
     judge(root, draft, log)
@@ -86,8 +86,8 @@ def check(root: Path, arguments: argparse.Namespace, log: Log) -> int:
 @command("write what solve reads of the train file (for DVC)")
 def settings(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     """DVC cannot track a key that is left to its default."""
-    from pipeline.base.files import write_atomic
-    from pipeline.config import load_config
+    from shardwright.pipeline.base.files import write_atomic
+    from shardwright.pipeline.config import load_config
 
     config = load_config(root)
     found = {"gradient_accumulation": config.plain("train.gradient_accumulation")}
@@ -113,7 +113,7 @@ def run(root: Path, arguments: argparse.Namespace, log: Log) -> int:
 
 @command("print the plan and what was measured")
 def summary(root: Path, arguments: argparse.Namespace, log: Log) -> int:
-    from stages.summary import summarise
+    from shardwright.stages.summary import summarise
 
     say(summarise(root))
     return 0
@@ -124,7 +124,7 @@ def summary(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     argument("--out", type=Path, default=Path("runs/report.html"), help="(runs/report.html)"),
 )
 def report(root: Path, arguments: argparse.Namespace, log: Log) -> int:
-    from stages.report.run import report as write
+    from shardwright.stages.report.run import report as write
 
     return write(root, arguments, log)
 
@@ -134,7 +134,7 @@ def report(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     argument("name", help="a file of conf/experiment/, without its ending"),
 )
 def apply(root: Path, arguments: argparse.Namespace, log: Log) -> int:
-    from pipeline.config import apply_experiment
+    from shardwright.pipeline.config import apply_experiment
 
     for line in apply_experiment(root, arguments.name):
         log.info(line)
@@ -148,8 +148,8 @@ def apply(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     argument("--all", action="store_true", help="every gradient and buffer, not just the furthest"),
 )
 def verify(root: Path, arguments: argparse.Namespace, log: Log) -> int:
-    from stages.codegen.run import write_program
-    from stages.verify.run import verify as compare
+    from shardwright.stages.codegen.run import write_program
+    from shardwright.stages.verify.run import verify as compare
 
     return compare(root, arguments.steps, write_program, log, arguments.all)
 
@@ -188,18 +188,18 @@ def export(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     ),
 )
 def sbatch(root: Path, arguments: argparse.Namespace, log: Log) -> int:
-    from stages.sbatch import sbatch as write
+    from shardwright.stages.sbatch import sbatch as write
 
     return write(root, arguments, log)
 
 
 def planner_stages() -> PlannerStages:
     """What a price is made of, of several stages."""
-    from pipeline.layouts.planner_stages import PlannerStages
-    from stages.cluster.described import describe_compute, describe_group, hidden_share
-    from stages.cluster.meshes import GroupLinks
-    from stages.profile.run import unsplit_profile
-    from stages.solve.forced import tensor_parallel
+    from shardwright.pipeline.layouts.planner_stages import PlannerStages
+    from shardwright.stages.cluster.described import describe_compute, describe_group, hidden_share
+    from shardwright.stages.cluster.meshes import GroupLinks
+    from shardwright.stages.profile.run import unsplit_profile
+    from shardwright.stages.solve.forced import tensor_parallel
 
     return PlannerStages(unsplit_profile, tensor_parallel, describe_compute, hidden_share, describe_group, GroupLinks)
 
@@ -209,7 +209,7 @@ def planner_stages() -> PlannerStages:
     argument("words", nargs="*", metavar="name=value", help="what is given; `search` frees the rest"),
 )
 def price(root: Path, arguments: argparse.Namespace, log: Log) -> int:
-    from stages.price import run as priced
+    from shardwright.stages.price import run as priced
 
     return priced(root, arguments, planner_stages(), log)
 
@@ -224,16 +224,16 @@ def price(root: Path, arguments: argparse.Namespace, log: Log) -> int:
 )
 def calibrate(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     if any(file.suffix == ".csv" for file in arguments.files):
-        from stages.calibrate import run as fitted
+        from shardwright.stages.calibrate import run as fitted
 
         return fitted(root, arguments, planner_stages(), log)
-    from stages.calibrate_runs import run as learnt
+    from shardwright.stages.calibrate_runs import run as learnt
 
     return learnt(root, arguments, _described, log)
 
 
 def _described(settings: ClusterSettings) -> Cluster:
-    from stages.cluster.described import from_preset, simulate
+    from shardwright.stages.cluster.described import from_preset, simulate
 
     return simulate(settings) if settings.source == "simulate" else from_preset(settings)
 
@@ -248,8 +248,8 @@ def _described(settings: ClusterSettings) -> Cluster:
     argument("--json", action="store_true", help="the same facts as JSON"),
 )
 def explain(root: Path, arguments: argparse.Namespace, log: Log) -> int:
-    from stages.checkpoint.choose import evaluate
-    from stages.solve.explain.run import explain as told
+    from shardwright.stages.checkpoint.choose import evaluate
+    from shardwright.stages.solve.explain.run import explain as told
 
     return told(root, arguments, evaluate, log)
 
@@ -263,9 +263,9 @@ def explain(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     argument("--json", action="store_true", help="the same facts as JSON"),
 )
 def whatif(root: Path, arguments: argparse.Namespace, log: Log) -> int:
-    from stages.whatif.run import run as answered
+    from shardwright.stages.whatif.run import run as answered
 
-    stages = lambda stage: importlib.import_module(f"stages.{stage}.run").run  # noqa: E731
+    stages = lambda stage: importlib.import_module(f"shardwright.stages.{stage}.run").run  # noqa: E731
     return answered(root, arguments, stages, planner_stages, log)
 
 
@@ -277,7 +277,7 @@ def whatif(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     argument("--json", action="store_true", help="the table as JSON"),
 )
 def sweep(root: Path, arguments: argparse.Namespace, log: Log) -> int:
-    from stages.sweep.run import run as swept
+    from shardwright.stages.sweep.run import run as swept
 
     return swept(root, arguments, _with_python(), log)
 
@@ -290,8 +290,8 @@ def _with_python() -> dict[str, str]:
 
 @command("send tracked runs that are still waiting")
 def sync(root: Path, arguments: argparse.Namespace, log: Log) -> int:
-    from pipeline.config import load_config
-    from pipeline.tracking.tracker import sync as send
+    from shardwright.pipeline.config import load_config
+    from shardwright.pipeline.tracking.tracker import sync as send
 
     try:
         sent, left = send(root, load_config(root).tracking, log)
@@ -303,8 +303,8 @@ def sync(root: Path, arguments: argparse.Namespace, log: Log) -> int:
 
 @command("serve the MLflow UI on 127.0.0.1")
 def ui(root: Path, arguments: argparse.Namespace, log: Log) -> int:
-    from pipeline.config import load_config
-    from pipeline.tracking.tracker import ui_command
+    from shardwright.pipeline.config import load_config
+    from shardwright.pipeline.tracking.tracker import ui_command
 
     command = ui_command(root, load_config(root).tracking)
     os.execvp(command[0], command)

@@ -1,4 +1,4 @@
-"""`python -m stages price`: what a layout of a transformer on a described cluster costs, or which one is fastest.
+"""`shardwright price`: what a layout of a transformer on a described cluster costs, or which one is fastest.
 
 Words are `name=value` (pipeline/layouts/words.py); several values with commas between are all combined. `search`
 leaves free what is not given.
@@ -11,15 +11,15 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 
-from pipeline.base.log import Log, say
-from pipeline.config import load_config
-from pipeline.cost.pipelines.schedules import Pipeline
-from pipeline.layouts.planner_stages import PlannerStages
-from pipeline.layouts.search import Wanted, search
-from pipeline.layouts.sizes import LayoutError, ParallelLayout, Transformer, why_not
-from pipeline.layouts.step import LayoutPrices, Price
-from pipeline.layouts.traced import Works
-from pipeline.layouts.words import Asked, find_machine, find_model, in_words, read_words
+from shardwright.pipeline.base.log import Log, say
+from shardwright.pipeline.config import load_config
+from shardwright.pipeline.cost.pipelines.schedules import Pipeline
+from shardwright.pipeline.layouts.planner_stages import PlannerStages
+from shardwright.pipeline.layouts.search import Wanted, search
+from shardwright.pipeline.layouts.sizes import LayoutError, ParallelLayout, Transformer, why_not
+from shardwright.pipeline.layouts.step import LayoutPrices, Price
+from shardwright.pipeline.layouts.traced import Works
+from shardwright.pipeline.layouts.words import Asked, find_machine, find_model, in_words, read_words
 
 
 def run(root: Path, arguments: argparse.Namespace, stages: PlannerStages, log: Log) -> int:

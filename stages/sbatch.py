@@ -7,17 +7,17 @@ import re
 import shlex
 from pathlib import Path
 
-from pipeline.base import artifacts
-from pipeline.base.errors import ShardwrightError
-from pipeline.base.files import write_atomic
-from pipeline.base.log import Log
-from pipeline.config import Config, TrainEngine, load_config
-from pipeline.ir.cluster import Cluster
-from pipeline.launch.place import PORTS
+from shardwright.pipeline.base import artifacts
+from shardwright.pipeline.base.errors import ShardwrightError
+from shardwright.pipeline.base.files import write_atomic
+from shardwright.pipeline.base.log import Log
+from shardwright.pipeline.config import Config, TrainEngine, load_config
+from shardwright.pipeline.ir.cluster import Cluster
+from shardwright.pipeline.launch.place import PORTS
 
 SCRIPT = """\
 #!/bin/bash
-# Written by `python -m stages sbatch` for the plan {plan}.
+# Written by `shardwright sbatch` for the plan {plan}.
 #SBATCH --job-name={name}
 #SBATCH --nodes={nodes}
 #SBATCH --ntasks-per-node=1
@@ -37,7 +37,7 @@ export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-$((cores > 1 ? cores : 1))}}
 # Quoted once more for the tasks: each node has a number of its own.
 srun --kill-on-bad-exit=1 bash -c "exec {python} -m torch.distributed.run \\
   --nnodes={nodes} --nproc-per-node={devices} {meet} \\
-  --module stages train"
+  --module shardwright train"
 """
 WARNING_S = 120
 ONCE = "--node-rank=\\$SLURM_NODEID --master-addr=$first --master-port=$port"

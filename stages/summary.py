@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.base import artifacts
-from pipeline.base.artifacts import KINDS
-from pipeline.base.secrets import without_secrets
-from pipeline.base.stage import STAGES, read_summary
-from pipeline.config import load_config
-from pipeline.cost.corrected import basis_in_words
-from pipeline.ir.plan import Plan, Sharding
-from pipeline.ir.report import Report
-from pipeline.tracking.tracker import latest_run_url
+from shardwright.pipeline.base import artifacts
+from shardwright.pipeline.base.artifacts import KINDS
+from shardwright.pipeline.base.secrets import without_secrets
+from shardwright.pipeline.base.stage import STAGES, read_summary
+from shardwright.pipeline.config import load_config
+from shardwright.pipeline.cost.corrected import basis_in_words
+from shardwright.pipeline.ir.plan import Plan, Sharding
+from shardwright.pipeline.ir.report import Report
+from shardwright.pipeline.tracking.tracker import latest_run_url
 
 
 def summarise(root: Path) -> str:
@@ -50,7 +50,7 @@ def summarise(root: Path) -> str:
     lines = ["", *(f"{name:12}{text}" for name, text in rows), ""]
     lines += (f"{name:16}{left:>18}{right:>20}{ratio:>8}" for name, left, right, ratio in table)
     if not plan.estimate and report.engine == "planned" and not report.module_edited:
-        lines += ["", "`python -m stages calibrate` takes what was measured into the next prediction"]
+        lines += ["", "`shardwright calibrate` takes what was measured into the next prediction"]
     lines += ["", "artifacts", *places]
     lines += [f"MLflow store  {without_secrets(uri, uris=[uri]) if config.tracking.enabled else 'tracking is off'}"]
     lines += [f"MLflow UI     {latest_run_url(root, config.tracking) or '`make ui`'}"]

@@ -6,14 +6,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from pipeline.runtime import (
+from shardwright.pipeline.runtime import (
     batch_norm,
     class_split_cross_entropy,
     drawn_apart,
     expert_split,
     row_split_embedding,
 )
-from pipeline.runtime.step.running_stats import DeferredStatistics
+from shardwright.pipeline.runtime.step.running_stats import DeferredStatistics
 from tests.ranks import AXIS
 
 

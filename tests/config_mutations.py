@@ -17,10 +17,10 @@ from typing import Any
 import yaml
 from hypothesis import strategies as st
 
-from pipeline.config import GROUPS, load_config
-from pipeline.config.check import FieldType, fields_of, mandatory
-from pipeline.config.schema import KeyRule, Root, ValueForm, rule_of
-from pipeline.config.source import parse, read_bytes
+from shardwright.pipeline.config import GROUPS, load_config
+from shardwright.pipeline.config.check import FieldType, fields_of, mandatory
+from shardwright.pipeline.config.schema import KeyRule, Root, ValueForm, rule_of
+from shardwright.pipeline.config.source import parse, read_bytes
 
 Path_ = tuple[str, ...]
 

@@ -15,16 +15,16 @@ from pathlib import Path
 
 import yaml
 
-from pipeline.base.errors import ShardwrightError
-from pipeline.config import load_config
-from stages.__main__ import STAGES
-from stages.__main__ import _parser as stages_parser
-from stages.commands import COMMANDS
+from shardwright.pipeline.base.errors import ShardwrightError
+from shardwright.pipeline.config import load_config
+from shardwright.stages.command_line import STAGES
+from shardwright.stages.command_line import _parser as stages_parser
+from shardwright.stages.commands import COMMANDS
 
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/*.md", "stages/*/README.md")
 SHELL = ("sh", "bash", "shell", "console")
 PROGRAMS = (
-    *("python", "dvc", "make", "git", "source", "mlflow", "pre-commit", "pip", "apt-get"),
+    *("python", "shardwright", "dvc", "make", "git", "source", "mlflow", "pre-commit", "pip", "apt-get"),
     *("torchrun", "srun", "sbatch", "cp", "mv", "rm", "mkdir", "echo", "cat", "export"),
 )
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
@@ -83,9 +83,9 @@ def _is_command(line: str) -> bool:
 
 
 def _whole(inline: str) -> str:
-    """In prose `explain NAME` is short for `python -m stages explain NAME`."""
+    """In prose `explain NAME` is short for `shardwright explain NAME`."""
     first, _, rest = inline.partition(" ")
-    return f"python -m stages {inline}" if rest and first in COMMANDS else inline
+    return f"shardwright {inline}" if rest and first in COMMANDS else inline
 
 
 # -- words that the programs know -------------------------------------------------------------------------------------
@@ -105,10 +105,12 @@ def _complaint(words: list[str], root: Path, scratch: Path) -> str | None:
     match words:
         case ["python", "-m", module, *rest]:
             return _of_module(module, rest, root)
+        case ["shardwright", *rest]:
+            return _refusal(stages_parser(), rest)
         case ["torchrun", *rest]:
             return _of_module("torch.distributed.run", rest, root)
         case ["srun", *rest]:
-            return _complaint(rest[rest.index("python") :], root, scratch)
+            return _complaint(rest[rest.index("shardwright") :], root, scratch)
         case ["sbatch", script]:
             default = stages_parser().parse_args(["sbatch"]).out
             return None if script == str(default) else f"`stages sbatch` writes {default}"
@@ -124,7 +126,7 @@ def _complaint(words: list[str], root: Path, scratch: Path) -> str | None:
 
 
 def _of_module(module: str, words: list[str], root: Path) -> str | None:
-    if module == "stages":
+    if module in ("stages", "shardwright"):
         return _refusal(stages_parser(), words)
     if module == "torch.distributed.run":
         from torch.distributed.run import get_args_parser
@@ -134,11 +136,12 @@ def _of_module(module: str, words: list[str], root: Path) -> str | None:
         return why if given is None else _of_module(given.training_script, given.training_script_args, root)
     if module == "pytest":
         return next((f"no file {word}" for word in words if word.endswith(".py") and not (root / word).is_file()), None)
-    places = [root / f"{module.replace('.', '/')}{end}" for end in (".py", "/__main__.py")]
+    file = module.removeprefix("shardwright.").replace(".", "/")
+    places = [root / f"{file}{end}" for end in (".py", "/__main__.py")]
     path = next((place for place in places if place.is_file()), None)
     if path is None:
         return f"no module {module}"
-    if module.startswith("stages."):
+    if file.startswith("stages/"):
         parser = getattr(importlib.import_module(module), "_parser", None)
         return _refusal(parser(), words) if parser else None
     source = path.read_text()

@@ -10,28 +10,28 @@ from math import prod
 import torch
 from torch import nn
 
-from pipeline.config import Backend, Checkpoint, ClusterSettings, Preset, Recompute, Solve
-from pipeline.config.schema import ClusterSource, Device
-from pipeline.cost.step import Workload
-from pipeline.ir.cluster import Cluster, Mesh
-from pipeline.ir.graph import OpGraph
-from pipeline.ir.plan import Frontier, Plan, Strategy
-from pipeline.ir.profile import Profile
-from pipeline.ir.verify import verify_graph
-from pipeline.models.gpt import GPT
-from pipeline.models.mlp import MLP
-from pipeline.ops.mesh import op_strategies, view_op
-from pipeline.tracing.chain import find_chain
-from pipeline.tracing.export import export_loss
-from pipeline.tracing.lower import lower
-from pipeline.tracing.simplify import simplify
-from stages.checkpoint.choose import choose, evaluate
-from stages.cluster.run import from_preset
-from stages.profile.by_table import profile_graph
-from stages.solve.answer.frontier import FrontierSearch, Solution
-from stages.solve.on_mesh import price_point
-from stages.solve.problem.build import Choices, build, to_sharding
-from stages.solve.problem.data import Problem
+from shardwright.pipeline.config import Backend, Checkpoint, ClusterSettings, Preset, Recompute, Solve
+from shardwright.pipeline.config.schema import ClusterSource, Device
+from shardwright.pipeline.cost.step import Workload
+from shardwright.pipeline.ir.cluster import Cluster, Mesh
+from shardwright.pipeline.ir.graph import OpGraph
+from shardwright.pipeline.ir.plan import Frontier, Plan, Strategy
+from shardwright.pipeline.ir.profile import Profile
+from shardwright.pipeline.ir.verify import verify_graph
+from shardwright.pipeline.models.gpt import GPT
+from shardwright.pipeline.models.mlp import MLP
+from shardwright.pipeline.ops.mesh import op_strategies, view_op
+from shardwright.pipeline.tracing.chain import find_chain
+from shardwright.pipeline.tracing.export import export_loss
+from shardwright.pipeline.tracing.lower import lower
+from shardwright.pipeline.tracing.simplify import simplify
+from shardwright.stages.checkpoint.choose import choose, evaluate
+from shardwright.stages.cluster.run import from_preset
+from shardwright.stages.profile.by_table import profile_graph
+from shardwright.stages.solve.answer.frontier import FrontierSearch, Solution
+from shardwright.stages.solve.on_mesh import price_point
+from shardwright.stages.solve.problem.build import Choices, build, to_sharding
+from shardwright.stages.solve.problem.data import Problem
 from tests.made import made_once
 from tests.skips import Ladder, Shared, sequences
 

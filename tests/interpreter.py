@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from pipeline.ir.graph import OpGraph, Ref, Role, Torch
-from pipeline.ops.own_names import CONSTANT
-from pipeline.ops.public import overload_of
-from pipeline.runtime import without_autocast
+from shardwright.pipeline.ir.graph import OpGraph, Ref, Role, Torch
+from shardwright.pipeline.ops.own_names import CONSTANT
+from shardwright.pipeline.ops.public import overload_of
+from shardwright.pipeline.runtime import without_autocast
 
 
 def run_graph(graph: OpGraph, module: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.config.schema import Train
-from pipeline.ir.codec import encode
+from shardwright.pipeline.config.schema import Train
+from shardwright.pipeline.ir.codec import encode
 
 
 def train_settings(**given: Any) -> dict[str, Any]:

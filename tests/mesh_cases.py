@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline import runtime
-from pipeline.runtime.programs.mesh import axis_of, joined, set_mesh
-from pipeline.runtime.programs.parameters import shard_of
-from pipeline.sharding.paths import Paths
+from shardwright.pipeline import runtime
+from shardwright.pipeline.runtime.programs.mesh import axis_of, joined, set_mesh
+from shardwright.pipeline.runtime.programs.parameters import shard_of
+from shardwright.pipeline.sharding.paths import Paths
 from tests.graphs import preset
 from tests.meshes import At, check, convert, distribute, everywhere, mesh, own_shard, random_layout
 from tests.shards import FORWARD, GRADIENT

@@ -7,10 +7,10 @@ from dataclasses import replace
 from functools import cache
 from math import prod
 
-from pipeline.ir.graph import OpGraph, Role
-from pipeline.ir.layout import Layout
-from pipeline.ir.plan import Plan, Prediction, Sharding
-from pipeline.sharding.lowering import with_paths
+from shardwright.pipeline.ir.graph import OpGraph, Role
+from shardwright.pipeline.ir.layout import Layout
+from shardwright.pipeline.ir.plan import Plan, Prediction, Sharding
+from shardwright.pipeline.sharding.lowering import with_paths
 from tests import plans
 from tests.graphs import graph_strategies, preset
 from tests.meshes import mesh, random_layout

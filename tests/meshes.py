@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from pipeline import runtime
-from pipeline.ir.cluster import Axis
-from pipeline.ir.layout import B, Layout, P, Place, R, S, State, at_places
-from pipeline.runtime.programs import collectives
-from pipeline.runtime.programs import mesh as runtime_mesh
-from pipeline.runtime.programs.mesh import MeshAxis
-from pipeline.sharding.conversions import conversion_of, step_arguments, step_axis
-from stages.cluster.meshes import LinkRates, group_links
+from shardwright.pipeline import runtime
+from shardwright.pipeline.ir.cluster import Axis
+from shardwright.pipeline.ir.layout import B, Layout, P, Place, R, S, State, at_places
+from shardwright.pipeline.runtime.programs import collectives
+from shardwright.pipeline.runtime.programs import mesh as runtime_mesh
+from shardwright.pipeline.runtime.programs.mesh import MeshAxis
+from shardwright.pipeline.sharding.conversions import conversion_of, step_arguments, step_axis
+from shardwright.stages.cluster.meshes import LinkRates, group_links
 from tests.shards import FORWARD, GRADIENT
 from tests.simulated import Done
 
@@ -247,7 +247,7 @@ def run_threads(function: Callable[[At], object], axes: tuple[Axis, ...]) -> dic
     with (
         mock.patch.multiple(collectives, dist=Simulated, axis_of=of_thread, **replaced),
         mock.patch.multiple(runtime_mesh, dist=Simulated, axis_of=of_thread),
-        mock.patch("pipeline.runtime.recompute.regather.axis_of", of_thread),
+        mock.patch("shardwright.pipeline.runtime.recompute.regather.axis_of", of_thread),
     ):
         threads = [threading.Thread(target=run, args=(at,)) for at in places]
         for thread in threads:

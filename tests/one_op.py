@@ -11,16 +11,16 @@ from types import CodeType
 import torch
 import torch.nn.functional as F
 
-from pipeline import runtime
-from pipeline.ir.graph import Args, Op, OpGraph, Ref, Role, TensorType, Torch, Value
-from pipeline.ir.plan import Sharding, Strategy
-from pipeline.ir.program import Call
-from pipeline.ir.program import Tensor as Placed
-from pipeline.ops.dims import strategies
-from pipeline.ops.public import overload_of
-from pipeline.ops.rule import OpRule, OpView, plain_view
-from pipeline.ops.table import table
-from stages.codegen.block import BlockWriter, Outside
+from shardwright.pipeline import runtime
+from shardwright.pipeline.ir.graph import Args, Op, OpGraph, Ref, Role, TensorType, Torch, Value
+from shardwright.pipeline.ir.plan import Sharding, Strategy
+from shardwright.pipeline.ir.program import Call
+from shardwright.pipeline.ir.program import Tensor as Placed
+from shardwright.pipeline.ops.dims import strategies
+from shardwright.pipeline.ops.public import overload_of
+from shardwright.pipeline.ops.rule import OpRule, OpView, plain_view
+from shardwright.pipeline.ops.table import table
+from shardwright.stages.codegen.block import BlockWriter, Outside
 from tests import shards
 from tests.simulated import AXIS, at_once, one_after_another
 

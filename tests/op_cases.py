@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from pipeline.ir.graph import Torch
-from pipeline.ops.families.complex_numbers import TRANSFORMS
-from pipeline.ops.families.elementwise import BY_OUTPUT, CURVES, STEPS
-from pipeline.ops.own_names import EMBEDDING_BAG
+from shardwright.pipeline.ir.graph import Torch
+from shardwright.pipeline.ops.families.complex_numbers import TRANSFORMS
+from shardwright.pipeline.ops.families.elementwise import BY_OUTPUT, CURVES, STEPS
+from shardwright.pipeline.ops.own_names import EMBEDDING_BAG
 from tests.one_op import Draw, t
 
 Pick = Callable[[st.SearchStrategy], Any]

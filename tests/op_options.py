@@ -6,7 +6,7 @@ would reach the shards (`output_size` of `repeat_interleave`).
 
 from __future__ import annotations
 
-from pipeline.ops.own_names import EMBEDDING_BAG
+from shardwright.pipeline.ops.own_names import EMBEDDING_BAG
 from tests.one_op import t
 
 # Arguments that choose a type, a place in memory or a kernel, and say nothing of shapes or values.

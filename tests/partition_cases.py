@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import combinations, product
 
-from pipeline.cost.pipelines.play import Load
-from pipeline.cost.pipelines.schedules import Pipeline, StepWeights, in_flight, orders, refusal, weights_of
-from stages.checkpoint.pipelines.search_inputs import Division, UserChoices
-from stages.checkpoint.pipelines.submesh_plans import SubmeshPlan
-from stages.checkpoint.recompute.chain import Chain
-from stages.checkpoint.recompute.in_flight import PartitionRun, run_partition
-from stages.checkpoint.recompute.schedule import Keep, Nesting
-from stages.checkpoint.recompute.simulate import InvalidSequence
+from shardwright.pipeline.cost.pipelines.play import Load
+from shardwright.pipeline.cost.pipelines.schedules import Pipeline, StepWeights, in_flight, orders, refusal, weights_of
+from shardwright.stages.checkpoint.pipelines.search_inputs import Division, UserChoices
+from shardwright.stages.checkpoint.pipelines.submesh_plans import SubmeshPlan
+from shardwright.stages.checkpoint.recompute.chain import Chain
+from shardwright.stages.checkpoint.recompute.in_flight import PartitionRun, run_partition
+from shardwright.stages.checkpoint.recompute.schedule import Keep, Nesting
+from shardwright.stages.checkpoint.recompute.simulate import InvalidSequence
 
 
 @dataclass(frozen=True)

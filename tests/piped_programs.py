@@ -11,20 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline import runtime
-from pipeline.ir.graph import OpGraph
-from pipeline.ir.layout import Layout, R
-from pipeline.ir.names import look_up
-from pipeline.ir.plan import Partition, Plan, Prediction, Region
-from pipeline.ir.verify import verify_sharding
-from pipeline.ops.uneven import uneven_in
-from pipeline.runtime.programs.mesh import set_mesh
-from pipeline.runtime.programs.parameters import shard_of
-from pipeline.runtime.programs.source import load_program
-from pipeline.runtime.step.gradients import Gradients
-from pipeline.runtime.step.passes import StepCopies
-from pipeline.sharding.conversions import conversion_of, step_arguments
-from pipeline.sharding.partitions import part_of, restricted
+from shardwright.pipeline import runtime
+from shardwright.pipeline.ir.graph import OpGraph
+from shardwright.pipeline.ir.layout import Layout, R
+from shardwright.pipeline.ir.names import look_up
+from shardwright.pipeline.ir.plan import Partition, Plan, Prediction, Region
+from shardwright.pipeline.ir.verify import verify_sharding
+from shardwright.pipeline.ops.uneven import uneven_in
+from shardwright.pipeline.runtime.programs.mesh import set_mesh
+from shardwright.pipeline.runtime.programs.parameters import shard_of
+from shardwright.pipeline.runtime.programs.source import load_program
+from shardwright.pipeline.runtime.step.gradients import Gradients
+from shardwright.pipeline.runtime.step.passes import StepCopies
+from shardwright.pipeline.sharding.conversions import conversion_of, step_arguments
+from shardwright.pipeline.sharding.partitions import part_of, restricted
 from tests.plans import keepable, random_regions
 from tests.ranks import AXIS
 

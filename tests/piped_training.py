@@ -21,26 +21,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from pipeline.config import Config, DType, ModelSettings, TensorSpec, load_config
-from pipeline.cost.pipelines.schedules import Pipeline, orders
-from pipeline.ir.graph import OpGraph
-from pipeline.ir.plan import Partition as Planned
-from pipeline.ir.plan import Plan, Region
-from pipeline.ops.blocks import blocks_of
-from pipeline.ops.products import PRODUCTS, is_put_off, weights
-from pipeline.runtime.pipelining.deferred_weight_grads import Border
-from pipeline.runtime.pipelining.stage import RankPartition
-from pipeline.runtime.programs.parameters import shard_of
-from pipeline.runtime.programs.source import load_program
-from pipeline.sharding.slices import slices_of
-from pipeline.tracing.trace import trace
-from stages.codegen.partitions import write_partitions
-from stages.codegen.slices import graphs_of_slices
-from stages.train.engines.pipelined import PipelinedEngine
-from stages.verify import truth as verify_truth
-from stages.verify.compare import judge as judge_program
-from stages.verify.locate import Case as Verified
-from stages.verify.locate import Fault, locate
+from shardwright.pipeline.config import Config, DType, ModelSettings, TensorSpec, load_config
+from shardwright.pipeline.cost.pipelines.schedules import Pipeline, orders
+from shardwright.pipeline.ir.graph import OpGraph
+from shardwright.pipeline.ir.plan import Partition as Planned
+from shardwright.pipeline.ir.plan import Plan, Region
+from shardwright.pipeline.ops.blocks import blocks_of
+from shardwright.pipeline.ops.products import PRODUCTS, is_put_off, weights
+from shardwright.pipeline.runtime.pipelining.deferred_weight_grads import Border
+from shardwright.pipeline.runtime.pipelining.stage import RankPartition
+from shardwright.pipeline.runtime.programs.parameters import shard_of
+from shardwright.pipeline.runtime.programs.source import load_program
+from shardwright.pipeline.sharding.slices import slices_of
+from shardwright.pipeline.tracing.trace import trace
+from shardwright.stages.codegen.partitions import write_partitions
+from shardwright.stages.codegen.slices import graphs_of_slices
+from shardwright.stages.train.engines.pipelined import PipelinedEngine
+from shardwright.stages.verify import truth as verify_truth
+from shardwright.stages.verify.compare import judge as judge_program
+from shardwright.stages.verify.locate import Case as Verified
+from shardwright.stages.verify.locate import Fault, locate
 from tests.jobs import train_settings
 from tests.piped_programs import cut, random_cuts
 from tests.plans import FORCED, STEPS, batch_of, graph_of, module_of, random_plan

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pipeline.config import Checkpoint, Pipeline, Recompute
-from pipeline.cost.step import Workload
-from pipeline.ir.cluster import Cluster, Mesh
-from pipeline.ir.plan import Frontier, FrontierPoint, Plan
-from pipeline.ir.profile import Compiled
-from stages.checkpoint.choose import choose
-from stages.checkpoint.pipelines.pipelined import Pipelines, find_pipelines
-from stages.checkpoint.unpipelined import find_alone
-from stages.solve.on_mesh import MeshProblem
+from shardwright.pipeline.config import Checkpoint, Pipeline, Recompute
+from shardwright.pipeline.cost.step import Workload
+from shardwright.pipeline.ir.cluster import Cluster, Mesh
+from shardwright.pipeline.ir.plan import Frontier, FrontierPoint, Plan
+from shardwright.pipeline.ir.profile import Compiled
+from shardwright.stages.checkpoint.choose import choose
+from shardwright.stages.checkpoint.pipelines.pipelined import Pipelines, find_pipelines
+from shardwright.stages.checkpoint.unpipelined import find_alone
+from shardwright.stages.solve.on_mesh import MeshProblem
 from tests.graphs import GRAPHS, SILENT, preset, profile_of, solve_settings
 from tests.made import made_once
 

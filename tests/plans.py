@@ -19,37 +19,37 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 from torch import Tensor, nn
 
-from pipeline.config import Only
-from pipeline.cost.step import Workload
-from pipeline.ir.graph import OpGraph, Role
-from pipeline.ir.layout import B, Layout, R, S
-from pipeline.ir.names import look_up
-from pipeline.ir.plan import Plan, Prediction, Region, Sharding, Strategy, path_name
-from pipeline.ir.program import Call, Convert, Program
-from pipeline.ir.verify import gathered, verify_graph, verify_sharding
-from pipeline.models import gpt, mlp
-from pipeline.ops.dims import strategies
-from pipeline.ops.mesh import view_op
-from pipeline.ops.table import rule_of
-from pipeline.ops.uneven import uneven_in
-from pipeline.runtime.programs.mesh import set_mesh
-from pipeline.runtime.programs.parameters import shard_of
-from pipeline.runtime.programs.source import load_program
-from pipeline.runtime.step.buckets import Row
-from pipeline.runtime.step.gradients import Gradients
-from pipeline.runtime.step.passes import run_passes
-from pipeline.sharding.lowering import lower
-from pipeline.tracing.chain import find_chain
-from pipeline.tracing.export import export_loss
-from pipeline.tracing.lower import lower as to_ops
-from pipeline.tracing.simplify import simplify
-from stages.codegen.module import write_module
-from stages.profile.by_table import profile_graph
-from stages.solve.problem.build import build, to_sharding
-from stages.solve.problem.constraints import UserConstraints
-from stages.solve.problem.storage import Stored, Way, storage_choices
-from stages.solve.search.decomposition import fastest
-from stages.solve.search.restricted import restrict
+from shardwright.pipeline.config import Only
+from shardwright.pipeline.cost.step import Workload
+from shardwright.pipeline.ir.graph import OpGraph, Role
+from shardwright.pipeline.ir.layout import B, Layout, R, S
+from shardwright.pipeline.ir.names import look_up
+from shardwright.pipeline.ir.plan import Plan, Prediction, Region, Sharding, Strategy, path_name
+from shardwright.pipeline.ir.program import Call, Convert, Program
+from shardwright.pipeline.ir.verify import gathered, verify_graph, verify_sharding
+from shardwright.pipeline.models import gpt, mlp
+from shardwright.pipeline.ops.dims import strategies
+from shardwright.pipeline.ops.mesh import view_op
+from shardwright.pipeline.ops.table import rule_of
+from shardwright.pipeline.ops.uneven import uneven_in
+from shardwright.pipeline.runtime.programs.mesh import set_mesh
+from shardwright.pipeline.runtime.programs.parameters import shard_of
+from shardwright.pipeline.runtime.programs.source import load_program
+from shardwright.pipeline.runtime.step.buckets import Row
+from shardwright.pipeline.runtime.step.gradients import Gradients
+from shardwright.pipeline.runtime.step.passes import run_passes
+from shardwright.pipeline.sharding.lowering import lower
+from shardwright.pipeline.tracing.chain import find_chain
+from shardwright.pipeline.tracing.export import export_loss
+from shardwright.pipeline.tracing.lower import lower as to_ops
+from shardwright.pipeline.tracing.simplify import simplify
+from shardwright.stages.codegen.module import write_module
+from shardwright.stages.profile.by_table import profile_graph
+from shardwright.stages.solve.problem.build import build, to_sharding
+from shardwright.stages.solve.problem.constraints import UserConstraints
+from shardwright.stages.solve.problem.storage import Stored, Way, storage_choices
+from shardwright.stages.solve.search.decomposition import fastest
+from shardwright.stages.solve.search.restricted import restrict
 from tests import skips
 from tests.graphs import preset, solve_settings
 from tests.made import made_once

@@ -8,7 +8,7 @@ import random
 
 import numpy as np
 
-from stages.solve.problem.data import Edge, Holding, Node, Problem, Reader, Share
+from shardwright.stages.solve.problem.data import Edge, Holding, Node, Problem, Reader, Share
 
 LENGTH = 5  # moments
 

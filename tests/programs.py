@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pipeline.ir.graph import OpGraph, Role
-from pipeline.ir.layout import Layout, R
-from pipeline.ir.plan import Plan, Prediction, Region, Sharding
-from pipeline.ops.dims import strategies
-from pipeline.ops.mesh import view_op
-from pipeline.ops.table import rule_of
-from stages.codegen.module import write_module
+from shardwright.pipeline.ir.graph import OpGraph, Role
+from shardwright.pipeline.ir.layout import Layout, R
+from shardwright.pipeline.ir.plan import Plan, Prediction, Region, Sharding
+from shardwright.pipeline.ops.dims import strategies
+from shardwright.pipeline.ops.mesh import view_op
+from shardwright.pipeline.ops.table import rule_of
+from shardwright.stages.codegen.module import write_module
 from tests.graphs import GRAPHS, gpt, gpt_batch, mlp, mlp_batch, trace
 from tests.made import made_once
 from tests.skips import Ladder, Shared, UNet, images, sequences

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipeline.runtime.programs.mesh import set_mesh
+from shardwright.pipeline.runtime.programs.mesh import set_mesh
 
 AXIS = "d0"
 COLLECTIVE_S = 200  # a rank may have to wait for a core; one that failed closes its connections

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pipeline.config import Checkpoint, Recompute
-from pipeline.cost.step import Workload
-from pipeline.ir.cluster import Mesh
-from pipeline.ir.plan import Baseline, Frontier, Plan, Proof
-from pipeline.ir.report import Compared, Report
-from stages.checkpoint.choose import choose, evaluate
-from stages.profile.by_table import profile_graph
-from stages.report.priced import Sources
-from stages.solve.on_mesh import price_point
+from shardwright.pipeline.config import Checkpoint, Recompute
+from shardwright.pipeline.cost.step import Workload
+from shardwright.pipeline.ir.cluster import Mesh
+from shardwright.pipeline.ir.plan import Baseline, Frontier, Plan, Proof
+from shardwright.pipeline.ir.report import Compared, Report
+from shardwright.stages.checkpoint.choose import choose, evaluate
+from shardwright.stages.profile.by_table import profile_graph
+from shardwright.stages.report.priced import Sources
+from shardwright.stages.solve.on_mesh import price_point
 from tests.graphs import GRAPHS, frontier_of, gpt_graph, plan_of, preset, profile_of
 from tests.pipeline_plans import plan_with_pipelines, with_submeshes
 from tests.plans import data_parallel

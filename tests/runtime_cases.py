@@ -15,19 +15,19 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline import runtime
-from pipeline.ir.layout import B, Layout, P, R, S, State
-from pipeline.runtime import context
-from pipeline.runtime.compiler.compiled import compiled
-from pipeline.runtime.programs.collectives import SHORT, all_reduce, own_sum
-from pipeline.runtime.programs.local_ops import count_targets, mean_cross_entropy, mean_of_shards
-from pipeline.runtime.programs.mesh import axis_of, set_mesh, take_first
-from pipeline.runtime.programs.parameters import scope, shard_of, whole_of
-from pipeline.runtime.recompute.regions import recompute
-from pipeline.runtime.step.gradients import Gradients
-from pipeline.runtime.step.memory import storage_bytes
-from pipeline.runtime.step.passes import run_passes
-from pipeline.sharding.conversions import TABLE, conversion
+from shardwright.pipeline import runtime
+from shardwright.pipeline.ir.layout import B, Layout, P, R, S, State
+from shardwright.pipeline.runtime import context
+from shardwright.pipeline.runtime.compiler.compiled import compiled
+from shardwright.pipeline.runtime.programs.collectives import SHORT, all_reduce, own_sum
+from shardwright.pipeline.runtime.programs.local_ops import count_targets, mean_cross_entropy, mean_of_shards
+from shardwright.pipeline.runtime.programs.mesh import axis_of, set_mesh, take_first
+from shardwright.pipeline.runtime.programs.parameters import scope, shard_of, whole_of
+from shardwright.pipeline.runtime.recompute.regions import recompute
+from shardwright.pipeline.runtime.step.gradients import Gradients
+from shardwright.pipeline.runtime.step.memory import storage_bytes
+from shardwright.pipeline.runtime.step.passes import run_passes
+from shardwright.pipeline.sharding.conversions import TABLE, conversion
 from tests import shards
 from tests.ranks import AXIS
 

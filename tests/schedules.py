@@ -9,9 +9,9 @@ import math
 from collections.abc import Callable
 from functools import cache
 
-from stages.checkpoint.recompute.chain import LAST, Chain
-from stages.checkpoint.recompute.schedule import OpKind, ScheduledOp
-from stages.checkpoint.recompute.simulate import ExecutedOp, MemoryState, apply, problem, start
+from shardwright.stages.checkpoint.recompute.chain import LAST, Chain
+from shardwright.stages.checkpoint.recompute.schedule import OpKind, ScheduledOp
+from shardwright.stages.checkpoint.recompute.simulate import ExecutedOp, MemoryState, apply, problem, start
 
 Moves = Callable[[MemoryState], list[ExecutedOp]]
 

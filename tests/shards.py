@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pipeline.ir.layout import State
-from pipeline.ops.discovery.shards import FORWARD, GRADIENT, gradients, values, wrong_gradients, wrong_values
+from shardwright.pipeline.ir.layout import State
+from shardwright.pipeline.ops.discovery.shards import (
+    FORWARD,
+    GRADIENT,
+    gradients,
+    values,
+    wrong_gradients,
+    wrong_values,
+)
 
 __all__ = ["FORWARD", "GRADIENT", "check_gradients", "check_values", "gradients", "values"]
 

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from pipeline.runtime.programs import collectives, mesh
+from shardwright.pipeline.runtime.programs import collectives, mesh
 
 AXIS = "d0"
 

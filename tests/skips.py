@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from pipeline.ir.graph import Args, Op, Ref, Role, TensorType, Value
-from pipeline.tracing.lower import Ops, without_dead_ops
+from shardwright.pipeline.ir.graph import Args, Op, Ref, Role, TensorType, Value
+from shardwright.pipeline.tracing.lower import Ops, without_dead_ops
 
 WIDTH, LENGTH, SAMPLES = 12, 6, 6
 

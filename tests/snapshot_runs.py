@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pipeline.models.data import TokenSequences
-from stages.codegen.partitions import write_partitions
-from stages.train.loop import Loop
-from stages.train.worker import make_engine
+from shardwright.pipeline.models.data import TokenSequences
+from shardwright.stages.codegen.partitions import write_partitions
+from shardwright.stages.train.loop import Loop
+from shardwright.stages.train.worker import make_engine
 from tests import plans
 from tests.jobs import train_settings
 from tests.piped_training import Case, plan_of
@@ -58,10 +58,14 @@ def job(folder: Path, program: str, steps: int, /, **safety: Any) -> dict[str, A
         "weights_path": str(folder / "weights.safetensors"),
         "model": {
             "precision": "fp32",
-            "module": {"_target_": "pipeline.models.gpt.build", **SIZES},
+            "module": {"_target_": "shardwright.pipeline.models.gpt.build", **SIZES},
             "batch": {"input_ids": shape, "labels": shape},
         },
-        "data": {"dataset": {"_target_": "pipeline.models.data.TokenSequences", **data}, "shuffle": True, "seed": 4},
+        "data": {
+            "dataset": {"_target_": "shardwright.pipeline.models.data.TokenSequences", **data},
+            "shuffle": True,
+            "seed": 4,
+        },
         "train": train_settings(steps=steps, seed=3, wait_s=600, optimizer=optimizer),
         "digests": {},
         "where": {"model": "model", "data": "data", "train": "train"},

@@ -7,13 +7,13 @@ from functools import cache
 
 import torch
 
-from pipeline.ir.cluster import Cluster
-from pipeline.ir.graph import OpGraph, Role
-from pipeline.ir.layout import B, Layout, R, S, State
-from pipeline.ir.plan import Plan, Region, Strategy
-from pipeline.ir.profile import Profile
-from stages.profile.run import make_profile
-from stages.solve.problem.storage import Stored, Way, storage_choices
+from shardwright.pipeline.ir.cluster import Cluster
+from shardwright.pipeline.ir.graph import OpGraph, Role
+from shardwright.pipeline.ir.layout import B, Layout, R, S, State
+from shardwright.pipeline.ir.plan import Plan, Region, Strategy
+from shardwright.pipeline.ir.profile import Profile
+from shardwright.stages.profile.run import make_profile
+from shardwright.stages.solve.problem.storage import Stored, Way, storage_choices
 from tests import mesh_plans, plans
 from tests.graphs import SILENT, graph_strategies, preset
 from tests.meshes import mesh

@@ -16,8 +16,8 @@ from unittest import mock
 
 from torch.distributed.pipelining import schedules
 
-from pipeline.cost.pipelines.play import Load
-from pipeline.runtime.pipelining.stage import SCHEDULES
+from shardwright.pipeline.cost.pipelines.play import Load
+from shardwright.pipeline.runtime.pipelining.stage import SCHEDULES
 
 PATIENCE = 60.0  # seconds in which some rank moves
 Key = tuple[str, int, int]  # phase, partition that sends, micro-batch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.ir.plan import Partition, Plan, Prediction, Region, Sharding
+from shardwright.pipeline.ir.plan import Partition, Plan, Prediction, Region, Sharding
 
 
 def whole_plan(

@@ -13,16 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.complex_models import ComplexLayers, Fourier, Rotary
-from pipeline.ir.graph import OpGraph
-from pipeline.ir.plan import Plan, Region
-from pipeline.runtime.programs.source import load_program
-from pipeline.tracing.trace import with_norms_per_rank
-from stages.codegen.module import write_module
-from stages.verify.compare import judge
-from stages.verify.float32 import judge_in_float32
-from stages.verify.float64 import draws_alike
-from stages.verify.locate import Case, locate
-from stages.verify.truth import truth_of, with_parts
+from shardwright.pipeline.ir.graph import OpGraph
+from shardwright.pipeline.ir.plan import Plan, Region
+from shardwright.pipeline.runtime.programs.source import load_program
+from shardwright.pipeline.tracing.trace import with_norms_per_rank
+from shardwright.stages.codegen.module import write_module
+from shardwright.stages.verify.compare import judge
+from shardwright.stages.verify.float32 import judge_in_float32
+from shardwright.stages.verify.float64 import draws_alike
+from shardwright.stages.verify.locate import Case, locate
+from shardwright.stages.verify.truth import truth_of, with_parts
 from tests import plans
 from tests.graphs import trace
 from tests.programs import Stateful, everything, kept, uniform

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pipeline.ir.graph import Role
-from pipeline.ir.layout import Layout, R, S
-from pipeline.ir.plan import Plan, Region
-from stages.solve.problem.storage import Stored, Way
+from shardwright.pipeline.ir.graph import Role
+from shardwright.pipeline.ir.layout import Layout, R, S
+from shardwright.pipeline.ir.plan import Plan, Region
+from shardwright.stages.solve.problem.storage import Stored, Way
 from tests import mesh_plans, plans
 from tests.graphs import graph_strategies
 from tests.storage_plans import follow

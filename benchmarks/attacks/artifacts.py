@@ -87,8 +87,8 @@ def _words(root: Path, reader: str, kind: str) -> list[str]:
 
 
 def _without_ranks() -> None:
-    from pipeline.launch import launch
-    from pipeline.launch.work_folder import LaunchFailed
+    from shardwright.pipeline.launch import launch
+    from shardwright.pipeline.launch.work_folder import LaunchFailed
 
     def refuse(*_: Any, **__: Any) -> None:
         raise LaunchFailed("ranks are not started here")
@@ -126,8 +126,8 @@ def _settings(root: Path, group: str, **changed: Any) -> None:
 
 
 def _report(root: Path) -> None:
-    from pipeline.base import artifacts
-    from pipeline.ir.report import Breakdown, Compared, Evaluation, Report
+    from shardwright.pipeline.base import artifacts
+    from shardwright.pipeline.ir.report import Breakdown, Compared, Evaluation, Report
 
     plan = artifacts.load("plan", root)
     rows = (Compared("step_ms", 2.0, 1.0, 2.0), Compared("peak_mb", 2.0, 1.0, 2.0))

@@ -12,9 +12,9 @@ import torch
 from benchmarks import small_project
 from benchmarks.attacks.outcome import Outcome, refusal
 from benchmarks.small_project import Training
-from pipeline.base.errors import ShardwrightError
-from pipeline.ir.layout import Layout
-from pipeline.user.batches import Batches
+from shardwright.pipeline.base.errors import ShardwrightError
+from shardwright.pipeline.ir.layout import Layout
+from shardwright.pipeline.user.batches import Batches
 
 SOURCE = """
 import os, sys, time

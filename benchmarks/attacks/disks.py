@@ -20,8 +20,8 @@ import torch
 from benchmarks import small_project
 from benchmarks.attacks.outcome import Outcome, refusal
 from benchmarks.stage_runs import run
-from pipeline.base.files import NotWritten, write_atomic
-from pipeline.user.weights import write_weights
+from shardwright.pipeline.base.files import NotWritten, write_atomic
+from shardwright.pipeline.user.weights import write_weights
 
 LIMIT = 16_384  # bytes that a file may have: less than a rank's tensors, more than any other file of a run
 STEPS = 4

@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks import small_project
 from benchmarks.attacks.outcome import TRACEBACK, Outcome
-from stages.__main__ import main
+from shardwright.stages.command_line import main
 
 LAYERS = '''
 import os

@@ -15,7 +15,7 @@ from benchmarks import small_project
 from benchmarks.attacks.outcome import Outcome, refusal
 from benchmarks.small_project import Training
 
-HOLD = "import sys, time\nfrom pathlib import Path\nfrom pipeline.base.lock import locked\n"
+HOLD = "import sys, time\nfrom pathlib import Path\nfrom shardwright.pipeline.base.lock import locked\n"
 HOLD += "with locked(Path('runs'), 'a holder'):\n    print('held', flush=True)\n    time.sleep(600)\n"
 HOLDER = ("a holder", "since")
 WRITERS = ("trace", "profile", "cluster", "solve", "checkpoint", "codegen", "train", "run")

@@ -57,12 +57,12 @@ def _attack(name: str, first: Path, folder: Path, sample: bool) -> Outcome:
 
 
 def _stage(root: Path, execution: str, in_process: bool) -> Ended:
-    """`python -m stages cluster`, as an execution of its own."""
+    """`shardwright cluster`, as an execution of its own."""
     known = {**environment(root), "SHARDWRIGHT_EXECUTION": f"{root.name}-{execution}"}
     command = [sys.executable, "-m", "stages", STAGE]
     if not in_process:
         return subprocess.run(command, cwd=root, env=known, capture_output=True, text=True)
-    from stages.__main__ import main
+    from shardwright.stages.command_line import main
 
     said = io.StringIO()
     with contextlib.chdir(root), patch.dict(os.environ, known), contextlib.redirect_stderr(said):

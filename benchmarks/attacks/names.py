@@ -133,7 +133,7 @@ def _program(root: Path, name: str) -> tuple[bool, str]:
         return False, f"the program does not parse: {error}"
     (table,) = (node.value for node in tree.body if isinstance(node, ast.Assign) and _is(node.targets[0], "PARAMETERS"))
     rows = ast.literal_eval(table)
-    from pipeline.ir.names import look_up
+    from shardwright.pipeline.ir.names import look_up
 
     wanted = f"m{name}.{name}"
     found = look_up(rows, wanted) is not None

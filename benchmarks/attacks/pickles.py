@@ -23,13 +23,13 @@ from benchmarks import small_project
 from benchmarks.attacks.outcome import TRACEBACK, Outcome, refusal
 from benchmarks.forged_snapshots import FILES, read_all, sign, snapshot
 from benchmarks.stage_runs import run
-from pipeline.base import artifacts
-from pipeline.base.errors import ShardwrightError
-from pipeline.config import load_config
-from pipeline.ops.discovery import discover
-from pipeline.tracking.spool import SendState, Spool
-from pipeline.user.weights import open_weights
-from stages.train.snapshots.manifest import Damaged, Unreadable, snapshots_in
+from shardwright.pipeline.base import artifacts
+from shardwright.pipeline.base.errors import ShardwrightError
+from shardwright.pipeline.config import load_config
+from shardwright.pipeline.ops.discovery import discover
+from shardwright.pipeline.tracking.spool import SendState, Spool
+from shardwright.pipeline.user.weights import open_weights
+from shardwright.stages.train.snapshots.manifest import Damaged, Unreadable, snapshots_in
 
 
 class Evil:

@@ -28,7 +28,7 @@ MODULE = "runs/codegen/module.py"
 Edits = tuple[tuple[str, str], ...]
 
 
-def _import(name: str, module: str = "pipeline.runtime") -> tuple[str, str]:
+def _import(name: str, module: str = "shardwright.pipeline.runtime") -> tuple[str, str]:
     return "from torch import Tensor\n", f"from torch import Tensor\nfrom {module} import {name}\n"
 
 
@@ -78,7 +78,7 @@ FAULTS: dict[str, Edits] = {
     "no gradient through an addend": (("add = x + linear_1", "add = x.detach() + linear_1"),),
     "a parameter is detached": (('transpose_1 * p["scale"]', 'transpose_1 * p["scale"].detach()'),),
     "a second run that is another": (
-        _import("replaying", "pipeline.runtime.recompute.regions"),
+        _import("replaying", "shardwright.pipeline.runtime.recompute.regions"),
         ("F.silu(linear)", "F.silu(linear) * (1.001 if replaying() else 1.0)"),
     ),
     # Types
@@ -136,7 +136,7 @@ def edited(text: str, edits: Edits) -> str:
 
 def make(root: Path) -> None:
     """The project, with every stage before train done in this process."""
-    from stages.__main__ import main
+    from shardwright.stages.command_line import main
 
     with patch.object(small_project, "BEFORE_TRAIN", ()):
         small_project.make(root, {"accept_edited_module": True, "steps": 1, "gradient_accumulation": 2})
@@ -160,12 +160,17 @@ def make(root: Path) -> None:
 
 
 def verify(root: Path, text: str, ranks: WarmRanks, steps: str = "2") -> tuple[int, str]:
-    """The status of `python -m stages verify` on such a program, and what it prints."""
-    from stages.__main__ import main
+    """The status of `shardwright verify` on such a program, and what it prints."""
+    from shardwright.stages.command_line import main
 
     (root / MODULE).write_text(text)
     told = io.StringIO()
-    with chdir(root), redirect_stdout(told), redirect_stderr(told), patch("stages.verify.run.run_ranks", ranks.run):
+    with (
+        chdir(root),
+        redirect_stdout(told),
+        redirect_stderr(told),
+        patch("shardwright.stages.verify.run.run_ranks", ranks.run),
+    ):
         status = main(["verify", "--steps", steps])
     return status, told.getvalue()
 
@@ -175,7 +180,7 @@ class WarmRanks:
 
     def __enter__(self) -> WarmRanks:
         self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["torch", "torch._dynamo", "stages.verify.worker"])
+        self.context.set_forkserver_preload(["torch", "torch._dynamo", "shardwright.stages.verify.worker"])
         self._start()
         return self
 
@@ -200,9 +205,9 @@ class WarmRanks:
         self.folder.cleanup()
 
     def run(self, module: str, job: dict[str, Any], count: int, limit: float | None) -> dict[str, Any]:
-        from pipeline.launch.work_folder import LaunchFailed
+        from shardwright.pipeline.launch.work_folder import LaunchFailed
 
-        assert (module, count) == ("stages.verify.worker", RANKS)
+        assert (module, count) == ("shardwright.stages.verify.worker", RANKS)
         for pipe in self.pipes:
             pipe.send(job)
         answers = [pipe.recv() if pipe.poll(LIMIT_S) else {"error": "no answer"} for pipe in self.pipes]
@@ -219,8 +224,8 @@ def _serve(rank: int, folder: str, pipe: Any) -> None:
     import torch
     import torch.distributed as dist
 
-    from stages.verify.worker import failing_line
-    from stages.verify.worker import verify as verify_on_a_rank
+    from shardwright.stages.verify.worker import failing_line
+    from shardwright.stages.verify.worker import verify as verify_on_a_rank
 
     warnings.simplefilter("ignore")
     os.environ["OMP_NUM_THREADS"] = "1"

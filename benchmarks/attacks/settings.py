@@ -1,6 +1,6 @@
 """Wrong settings: `check` refuses each before anything runs, with one line per mistake that names file and key.
 
-The command's `main` is called in this process, with the project as its folder: it prints what `python -m stages check`
+The command's `main` is called in this process, with the project as its folder: it prints what `shardwright check`
 prints and gives its exit status, without the seconds that torch takes to be imported.
 """
 
@@ -20,7 +20,7 @@ import torch
 
 from benchmarks import small_project
 from benchmarks.attacks.outcome import TRACEBACK, Outcome
-from stages.__main__ import main
+from shardwright.stages.command_line import main
 
 DROP = object()  # in the place of a value: the key is left out
 OWN = """\
@@ -194,7 +194,7 @@ def _together() -> Attack:
         "mistakes of six files at once",
         {
             "config.tracking.enabled": 3,
-            "model.module._target_": "pipeline.models.gpt.built",
+            "model.module._target_": "shardwright.pipeline.models.gpt.built",
             "train.optimizer.lr": "fast",
             "train.stepz": 3,
             "train.seed": -1,
@@ -207,7 +207,7 @@ def _together() -> Attack:
         },
         (
             ("conf/config.yaml", "tracking.enabled"),
-            ("conf/model/small.yaml", "module", "pipeline.models.gpt.built"),
+            ("conf/model/small.yaml", "module", "shardwright.pipeline.models.gpt.built"),
             ("conf/train/small.yaml", "optimizer.lr", "'fast'"),
             ("conf/train/small.yaml", "train.stepz", "steps"),
             ("conf/train/small.yaml", "train.seed", "-1"),
@@ -276,7 +276,7 @@ def _batch(samples: int = 8, length: int = 8, dtype: str = "int64") -> dict[str,
 
 def _of_model() -> Iterator[Attack]:
     model = "conf/model/small.yaml"
-    yield one("no such class", {"model.module._target_": "pipeline.models.gpt.GTP"}, model, "module", "GTP")
+    yield one("no such class", {"model.module._target_": "shardwright.pipeline.models.gpt.GTP"}, model, "module", "GTP")
     yield one("no such module", {"model.module._target_": "pipeline.modles.gpt.build"}, model, "module", "modles")
     yield one(
         "a module that fails", {"model.module._target_": "settings_broken.Net"}, model, "module", "no_such_package"
@@ -299,7 +299,9 @@ def _of_model() -> Iterator[Attack]:
 
 def _of_data() -> Iterator[Attack]:
     data = "conf/data/small.yaml"
-    yield one("no such data", {"data.dataset._target_": "pipeline.models.data.Tokens"}, data, "dataset", "Tokens")
+    yield one(
+        "no such data", {"data.dataset._target_": "shardwright.pipeline.models.data.Tokens"}, data, "dataset", "Tokens"
+    )
     yield one("a key that data does not take", {"data.dataset.lenght": 8}, data, "dataset.lenght", "'length'")
     yield one("a key that data lacks", {"data.dataset.length": DROP}, data, "dataset.length")
     yield one("another length", {"data.dataset.length": 9}, data, "dataset", "[9]", "[8]")

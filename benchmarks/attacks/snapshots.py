@@ -17,7 +17,7 @@ from benchmarks import small_project
 from benchmarks.attacks.outcome import TRACEBACK, Outcome, refusal
 from benchmarks.forged_snapshots import FILES, FORGERIES, forge, read_all, sign, snapshot
 from benchmarks.stage_runs import run
-from stages.train.snapshots.manifest import Damaged, Unreadable, snapshots_in
+from shardwright.stages.train.snapshots.manifest import Damaged, Unreadable, snapshots_in
 
 STEPS, EVERY = 4, 2
 Harm = Callable[[Path], None]  # to one snapshot

@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks import small_project
 from benchmarks.attacks.outcome import TRACEBACK, Outcome, refusal
 from benchmarks.small_project import Training
-from stages.train.journal import Journal
+from shardwright.stages.train.journal import Journal
 
 # A folder in memory of that size on which TMPDIR lies, seen by the command alone.
 MOUNTED = 'mount -t tmpfs -o size="$1" none tmp && shift && exec "$@"'

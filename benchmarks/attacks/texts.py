@@ -34,10 +34,10 @@ def attacks(folder: Path, sample: bool) -> Iterator[Outcome]:
 
 
 def _page(folder: Path, name: str) -> tuple[bool, str]:
-    from stages.report.page import page_of, page_without_facts
+    from shardwright.stages.report.page import page_of, page_without_facts
 
     facts = _Facts(name)
-    with mock.patch("stages.report.page.encode", lambda facts: {"name": facts.title, name: [name]}):
+    with mock.patch("shardwright.stages.report.page.encode", lambda facts: {"name": facts.title, name: [name]}):
         tags = _tags(page_of(facts))  # type: ignore[arg-type]
         plain = _tags(page_of(_Facts("x")))  # type: ignore[arg-type]
     without = _tags(page_without_facts(name)) == _tags(page_without_facts("x"))
@@ -59,7 +59,7 @@ def _tags(page: str) -> list[str]:
 
 def _script(folder: Path, name: str) -> tuple[bool, str]:
     """The script parses, and what it does with the name is one word or one folder."""
-    from stages import sbatch
+    from shardwright.stages import sbatch
 
     root = folder / "script"
     root.mkdir(exist_ok=True)
@@ -82,8 +82,8 @@ def _script(folder: Path, name: str) -> tuple[bool, str]:
 
 
 def _line(folder: Path, name: str) -> tuple[bool, str]:
-    from pipeline.base.errors import ShardwrightError
-    from pipeline.base.log import _Format
+    from shardwright.pipeline.base.errors import ShardwrightError
+    from shardwright.pipeline.base.log import _Format
 
     record = logging.LogRecord("x", logging.WARNING, "", 0, "%s is not there", (name,), None)
     shown = (
@@ -93,7 +93,7 @@ def _line(folder: Path, name: str) -> tuple[bool, str]:
 
 
 def _table(folder: Path, name: str) -> tuple[bool, str]:
-    from stages.profile.picture import _cell
+    from shardwright.stages.profile.picture import _cell
 
     row = f"| {_cell(name)} | 1 |"
     bars = sum(letter == "|" and row[place - 1] != "\\" for place, letter in enumerate(row))
@@ -104,7 +104,7 @@ def _key(folder: Path, name: str) -> tuple[bool, str]:
     """What MLflow takes as the name of a param."""
     from mlflow.utils.validation import _validate_param
 
-    from pipeline.tracking.sender import _keys
+    from shardwright.pipeline.tracking.sender import _keys
 
     keys = _keys("trace.", [name, f"{name}x"])
     for key in keys.values():

@@ -15,16 +15,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.errors import ArtifactError
-from pipeline.base.files import write_atomic
-from pipeline.ir.cluster import Cluster
-from pipeline.ir.codec import decode, encode
-from pipeline.ir.graph import OpGraph
-from pipeline.ir.invariants import verify_beside, verify_body
-from pipeline.ir.plan import Frontier, Plan
-from pipeline.ir.profile import Profile
-from pipeline.ir.report import Report
-from pipeline.ir.verify import verify_graph
+from shardwright.pipeline.base.errors import ArtifactError
+from shardwright.pipeline.base.files import write_atomic
+from shardwright.pipeline.ir.cluster import Cluster
+from shardwright.pipeline.ir.codec import decode, encode
+from shardwright.pipeline.ir.graph import OpGraph
+from shardwright.pipeline.ir.invariants import verify_beside, verify_body
+from shardwright.pipeline.ir.plan import Frontier, Plan
+from shardwright.pipeline.ir.profile import Profile
+from shardwright.pipeline.ir.report import Report
+from shardwright.pipeline.ir.verify import verify_graph
 
 
 @dataclass(frozen=True)

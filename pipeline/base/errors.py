@@ -10,8 +10,8 @@ from pathlib import Path
 from traceback import extract_tb
 from typing import Any
 
-from pipeline.base.secrets import without_secrets
-from pipeline.ir.names import printable
+from shardwright.pipeline.base.secrets import without_secrets
+from shardwright.pipeline.ir.names import printable
 
 MOST_LINES = 40
 LONGEST = 4000  # letters of a line
@@ -120,7 +120,7 @@ class Unforeseen(ShardwrightError):
         super().__init__(
             f"{command} failed unexpectedly ({told}{place})",
             remedy="what is under runs/ may not be what its stages wrote: run `dvc repro -f`; where that does not help,"
-            f" `python -m stages {command} -v` shows where it happened, for a report",
+            f" `shardwright {command} -v` shows where it happened, for a report",
         )
 
 

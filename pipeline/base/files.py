@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from pipeline.base.errors import ShardwrightError
+from shardwright.pipeline.base.errors import ShardwrightError
 
 NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 

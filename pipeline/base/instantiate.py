@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.errors import ShardwrightError, nearest, refuse, shown, suggestion
+from shardwright.pipeline.base.errors import ShardwrightError, nearest, refuse, shown, suggestion
 
 
 class TargetError(ShardwrightError):

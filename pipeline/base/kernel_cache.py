@@ -14,7 +14,7 @@ from typing import Any, Literal
 from numba import njit
 from numba.core.caching import IndexDataCacheFile, InTreeCacheLocator
 
-from pipeline.tracking.execution import ROOT
+from shardwright.pipeline.tracking.execution import ROOT
 
 COPY = Path(__file__).resolve().parents[2]
 

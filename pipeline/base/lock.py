@@ -21,8 +21,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from pipeline.base.errors import ShardwrightError
-from pipeline.base.files import lives, writing
+from shardwright.pipeline.base.errors import ShardwrightError
+from shardwright.pipeline.base.files import lives, writing
 
 FILE = ".lock"
 BEAT_S = 4.0  # how often the number grows
@@ -83,7 +83,7 @@ def locked(folder: Path, command: str = "") -> Iterator[None]:
         descriptor, kernel = _take(path)
     if not command:
         name = Path(sys.argv[0]).name
-        command = " ".join(["python -m stages" if name == "__main__.py" else name, *sys.argv[1:]])
+        command = " ".join(["shardwright" if name == "__main__.py" else name, *sys.argv[1:]])
     own = this_process(command)
     _write(descriptor, own)
     if not kernel:  # of several that came at once, the last to write its name has it

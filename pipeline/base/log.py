@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from pipeline.base.secrets import without_secrets
-from pipeline.ir.names import printable
+from shardwright.pipeline.base.secrets import without_secrets
+from shardwright.pipeline.ir.names import printable
 
 QUIET, NORMAL, VERBOSE = 0, 1, 2
 Log = logging.Logger

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.artifacts import Artifact
-from pipeline.base.errors import ArtifactError
-from pipeline.base.files import write_atomic
-from pipeline.config import ClusterSource, Config
-from pipeline.cost.corrected import corrected
-from pipeline.ir.codec import decode, encode
-from pipeline.ir.correction import Correction, MeasuredRun, correction_of
+from shardwright.pipeline.base.artifacts import Artifact
+from shardwright.pipeline.base.errors import ArtifactError
+from shardwright.pipeline.base.files import write_atomic
+from shardwright.pipeline.config import ClusterSource, Config
+from shardwright.pipeline.cost.corrected import corrected
+from shardwright.pipeline.ir.codec import decode, encode
+from shardwright.pipeline.ir.correction import Correction, MeasuredRun, correction_of
 
 VERSION = 1
 
@@ -30,7 +30,7 @@ def file_of(cluster: str) -> str:
 
 
 def read_runs(root: Path, cluster: str) -> tuple[MeasuredRun, ...]:
-    file, remedy = file_of(cluster), "remove it, and run `python -m stages calibrate` after a run"
+    file, remedy = file_of(cluster), "remove it, and run `shardwright calibrate` after a run"
     try:
         found = decode(MeasuredFile, json.loads((root / file).read_text()), "file")
     except FileNotFoundError:

@@ -121,9 +121,15 @@ def _stages_below(pid: int) -> list[int]:
     with suppress(psutil.Error):
         for process in psutil.Process(pid).children(recursive=True):
             with suppress(psutil.Error):
-                if process.cmdline()[1:3] == ["-m", "stages"]:
+                if is_stage(process.cmdline()):
                     found.append(process.pid)
     return found
+
+
+def is_stage(argv: Sequence[str]) -> bool:
+    """Of a command line: `python -m shardwright ...`, `python -m stages ...`, `python .../shardwright ...`."""
+    first, second = [*argv[1:3], "", ""][:2]
+    return second in ("shardwright", "stages") if first == "-m" else Path(first).name == "shardwright"
 
 
 def _forget() -> None:

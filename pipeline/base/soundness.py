@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from pipeline.base.artifacts import KINDS, Artifact, check_beside
-from pipeline.base.errors import ArtifactError
-from pipeline.ir.graph import Op, OpGraph
-from pipeline.ir.plan import Frontier, Plan, Sharding
-from pipeline.ir.verify import InvalidSharding, verify_sharding
-from pipeline.ops.dims import read_line
-from pipeline.ops.public import overload_of
-from pipeline.ops.rule import plain_view
-from pipeline.ops.table import rule_of
-from pipeline.ops.uneven import uneven_in
-from pipeline.sharding.partitions import part_of
+from shardwright.pipeline.base.artifacts import KINDS, Artifact, check_beside
+from shardwright.pipeline.base.errors import ArtifactError
+from shardwright.pipeline.ir.graph import Op, OpGraph
+from shardwright.pipeline.ir.plan import Frontier, Plan, Sharding
+from shardwright.pipeline.ir.verify import InvalidSharding, verify_sharding
+from shardwright.pipeline.ops.dims import read_line
+from shardwright.pipeline.ops.public import overload_of
+from shardwright.pipeline.ops.rule import plain_view
+from shardwright.pipeline.ops.table import rule_of
+from shardwright.pipeline.ops.uneven import uneven_in
+from shardwright.pipeline.sharding.partitions import part_of
 
 
 def check_sound(found: Mapping[str, Artifact]) -> None:

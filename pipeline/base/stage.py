@@ -9,22 +9,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.base import artifacts
-from pipeline.base.artifacts import KINDS, Artifact
-from pipeline.base.errors import ShardwrightError
-from pipeline.base.files import told, write_atomic
-from pipeline.base.instantiate import add_code_path
-from pipeline.base.lock import locked
-from pipeline.base.log import Log
-from pipeline.base.measured_runs import as_measured_here, with_correction
-from pipeline.base.secrets import without_secrets
-from pipeline.base.soundness import check_sound
-from pipeline.config import Config, load_config
-from pipeline.tracking.execution import current_point
-from pipeline.tracking.headline import Figures, headlines, run_name, run_tags
-from pipeline.tracking.spool import StageRecord
-from pipeline.tracking.tracker import Tracker
-from pipeline.user.own_ops import know_own_ops
+from shardwright.pipeline.base import artifacts
+from shardwright.pipeline.base.artifacts import KINDS, Artifact
+from shardwright.pipeline.base.errors import ShardwrightError
+from shardwright.pipeline.base.files import told, write_atomic
+from shardwright.pipeline.base.instantiate import add_code_path
+from shardwright.pipeline.base.lock import locked
+from shardwright.pipeline.base.log import Log
+from shardwright.pipeline.base.measured_runs import as_measured_here, with_correction
+from shardwright.pipeline.base.secrets import without_secrets
+from shardwright.pipeline.base.soundness import check_sound
+from shardwright.pipeline.config import Config, load_config
+from shardwright.pipeline.tracking.execution import current_point
+from shardwright.pipeline.tracking.headline import Figures, headlines, run_name, run_tags
+from shardwright.pipeline.tracking.spool import StageRecord
+from shardwright.pipeline.tracking.tracker import Tracker
+from shardwright.pipeline.user.own_ops import know_own_ops
 
 
 @dataclass(frozen=True)

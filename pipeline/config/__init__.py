@@ -2,10 +2,17 @@
 
 # ruff: noqa: F401 - all names here are for others
 
-from pipeline.config.consistency import PIPELINE_AXIS
-from pipeline.config.experiment import apply_experiment, experiments, find_sweep, overrides, set_keys, try_settings
-from pipeline.config.load import Draft, load_config, load_part, read_draft, saved_file
-from pipeline.config.schema import (
+from shardwright.pipeline.config.consistency import PIPELINE_AXIS
+from shardwright.pipeline.config.experiment import (
+    apply_experiment,
+    experiments,
+    find_sweep,
+    overrides,
+    set_keys,
+    try_settings,
+)
+from shardwright.pipeline.config.load import Draft, load_config, load_part, read_draft, saved_file
+from shardwright.pipeline.config.schema import (
     GROUPS,
     Backend,
     Checkpoint,
@@ -31,4 +38,4 @@ from pipeline.config.schema import (
     Tracking,
     TrainEngine,
 )
-from pipeline.config.source import listing
+from shardwright.pipeline.config.source import listing

@@ -1,4 +1,4 @@
-"""The configuration reference, from the schemas: `python -m pipeline.config > docs/configuration.md`."""
+"""The configuration reference, from the schemas: `python -m shardwright.pipeline.config > docs/configuration.md`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from enum import Enum
 from typing import Any
 
-from pipeline.config.check import FieldType, fields_of, mandatory, span
-from pipeline.config.schema import GROUPS, Experiment, KeyRule, Root, SweepSettings, ValueForm, rule_of
+from shardwright.pipeline.config.check import FieldType, fields_of, mandatory, span
+from shardwright.pipeline.config.schema import GROUPS, Experiment, KeyRule, Root, SweepSettings, ValueForm, rule_of
 
 _HEAD = """\
 # Configuration
 
 This page is written from the schemas in `pipeline/config/schema.py` by
-`python -m pipeline.config > docs/configuration.md`. Do not edit it.
+`python -m shardwright.pipeline.config > docs/configuration.md`. Do not edit it.
 
 `conf/config.yaml` names one file of each group, without its ending: `solve: glpk` chooses `conf/solve/glpk.yaml`. To
 try another file, edit that line and run `dvc repro`, or leave it and run
@@ -42,7 +42,7 @@ def reference() -> str:
     parts = [_HEAD, _part("conf/config.yaml", Root, "The choices, and what holds for all of them.")]
     parts += [_part(f"conf/{group}/*.yaml", schema, None) for group, schema in GROUPS.items()]
     parts.append(_part("conf/experiment/*.yaml", Experiment, "Named changes to the files above."))
-    parts.append(_part("conf/sweep/*.yaml", SweepSettings, "Points to compare: `python -m stages sweep NAME`."))
+    parts.append(_part("conf/sweep/*.yaml", SweepSettings, "Points to compare: `shardwright sweep NAME`."))
     return "\n".join(parts)
 
 

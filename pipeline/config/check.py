@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any
 
-from pipeline.base.errors import ConfigError, nearest, shown, suggestion
-from pipeline.config.schema import AUTO, MISSING, SOLVE, KeyRule, ValueForm, rule_of
-from pipeline.config.source import UNREAD, Key, Source
-from pipeline.ops.dims import check_line
+from shardwright.pipeline.base.errors import ConfigError, nearest, shown, suggestion
+from shardwright.pipeline.config.schema import AUTO, MISSING, SOLVE, KeyRule, ValueForm, rule_of
+from shardwright.pipeline.config.source import UNREAD, Key, Source
+from shardwright.pipeline.ops.dims import check_line
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from pipeline.base.errors import ConfigError
-from pipeline.config.schema import (
+from shardwright.pipeline.base.errors import ConfigError
+from shardwright.pipeline.config.schema import (
     MOST_DEVICES,
     BatchNorm,
     Checkpoint,
@@ -21,7 +21,7 @@ from pipeline.config.schema import (
     Recompute,
     TrainEngine,
 )
-from pipeline.config.source import Key, Source, dotted
+from shardwright.pipeline.config.source import Key, Source, dotted
 
 SourceOf = Callable[[str], Source]  # reads the file of a group once more, to name the line
 

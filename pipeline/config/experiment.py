@@ -20,10 +20,10 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from pipeline.base.errors import ConfigError, Mistakes, ShardwrightError, refuse, shown, suggestion
-from pipeline.config.load import ROOT_FILE, build, choices_remedy, choose, group_file, load_config
-from pipeline.config.schema import GROUPS, Config, Experiment, Root, SweepSettings
-from pipeline.config.source import Key, Source, listing, parse, parse_value, read, read_bytes
+from shardwright.pipeline.base.errors import ConfigError, Mistakes, ShardwrightError, refuse, shown, suggestion
+from shardwright.pipeline.config.load import ROOT_FILE, build, choices_remedy, choose, group_file, load_config
+from shardwright.pipeline.config.schema import GROUPS, Config, Experiment, Root, SweepSettings
+from shardwright.pipeline.config.source import Key, Source, listing, parse, parse_value, read, read_bytes
 
 ROOT_KEYS = ("code", "tracking")
 

@@ -15,11 +15,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.errors import ConfigError, Mistakes, ShardwrightError, nearest, refuse, shown
-from pipeline.config.check import check, check_key, fields_of, mandatory
-from pipeline.config.consistency import CHECKS, check_checkpoint, check_cluster
-from pipeline.config.schema import GROUPS, Checkpoint, ClusterSettings, Config, Root, Solve, Train
-from pipeline.config.source import UNREAD, Key, Source, listing, read
+from shardwright.pipeline.base.errors import ConfigError, Mistakes, ShardwrightError, nearest, refuse, shown
+from shardwright.pipeline.config.check import check, check_key, fields_of, mandatory
+from shardwright.pipeline.config.consistency import CHECKS, check_checkpoint, check_cluster
+from shardwright.pipeline.config.schema import GROUPS, Checkpoint, ClusterSettings, Config, Root, Solve, Train
+from shardwright.pipeline.config.source import UNREAD, Key, Source, listing, read
 
 ROOT_FILE = "conf/config.yaml"
 WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".pt", ".pth", ".bin")

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import Any
 
-from pipeline.ir.codec import encode
+from shardwright.pipeline.ir.codec import encode
 
 MISSING: Any = "???"  # OmegaConf's mark of a mandatory key; written out so that this module imports nothing slow
 

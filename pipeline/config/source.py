@@ -16,7 +16,7 @@ from ruamel.yaml.error import MarkedYAMLError
 from ruamel.yaml.nodes import MappingNode, ScalarNode, SequenceNode
 from ruamel.yaml.reader import ReaderError
 
-from pipeline.base.errors import ConfigError, refuse, shown
+from shardwright.pipeline.base.errors import ConfigError, refuse, shown
 
 Key = tuple[str | int, ...]
 Mark = tuple[int, int]

@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from pipeline.cost.groups import Join, groups_of
-from pipeline.cost.links import LinkCosts, LinkWay, link_costs
-from pipeline.cost.step import Priced
-from pipeline.ir.graph import Role
-from pipeline.ir.layout import Layout
-from pipeline.ir.profile import Profile
-from pipeline.sharding.sharded import Sharded
+from shardwright.pipeline.cost.groups import Join, groups_of
+from shardwright.pipeline.cost.links import LinkCosts, LinkWay, link_costs
+from shardwright.pipeline.cost.step import Priced
+from shardwright.pipeline.ir.graph import Role
+from shardwright.pipeline.ir.layout import Layout
+from shardwright.pipeline.ir.profile import Profile
+from shardwright.pipeline.sharding.sharded import Sharded
 
 Span = tuple[int, int]  # the first and the last of the links that are taken as one
 

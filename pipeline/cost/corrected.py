@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-from pipeline.ir.cluster import Cluster, Compute, Curve, Group, LinkCost, Pace
-from pipeline.ir.codec import encode
-from pipeline.ir.correction import Correction, MeasuredPlan, StepParts
-from pipeline.ir.plan import Plan, Prediction
+from shardwright.pipeline.ir.cluster import Cluster, Compute, Curve, Group, LinkCost, Pace
+from shardwright.pipeline.ir.codec import encode
+from shardwright.pipeline.ir.correction import Correction, MeasuredPlan, StepParts
+from shardwright.pipeline.ir.plan import Plan, Prediction
 
 DECIDED = ("axes", "first", "last", "sharding", "regions", "in_flight")  # of a partition
 DECIDED_OF_ALL = ("device", "micro_batches", "schedule", "chunks", "slices", "keeps_last", "onednn", "cuda_graphs")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from pipeline.ir.graph import Link, OpGraph
-from pipeline.ir.profile import LinkKernels, Profile
-from pipeline.ops.blocks import blocks_of
+from shardwright.pipeline.ir.graph import Link, OpGraph
+from shardwright.pipeline.ir.profile import LinkKernels, Profile
+from shardwright.pipeline.ops.blocks import blocks_of
 
 
 @dataclass(frozen=True)

@@ -13,17 +13,17 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from pipeline.cost.groups import LinkGroup
-from pipeline.cost.memory import link_parts
-from pipeline.cost.op_prices import is_cast
-from pipeline.cost.step import Priced, total
-from pipeline.ir.graph import Link, Role
-from pipeline.ir.plan import path_name
-from pipeline.ir.profile import Held, LinkKernels
-from pipeline.ir.program import Call, Convert, Step
-from pipeline.ops.table import rule_of
-from pipeline.rates.compute import Seconds
-from pipeline.sharding.conversions import conversion_of
+from shardwright.pipeline.cost.groups import LinkGroup
+from shardwright.pipeline.cost.memory import link_parts
+from shardwright.pipeline.cost.op_prices import is_cast
+from shardwright.pipeline.cost.step import Priced, total
+from shardwright.pipeline.ir.graph import Link, Role
+from shardwright.pipeline.ir.plan import path_name
+from shardwright.pipeline.ir.profile import Held, LinkKernels
+from shardwright.pipeline.ir.program import Call, Convert, Step
+from shardwright.pipeline.ops.table import rule_of
+from shardwright.pipeline.rates.compute import Seconds
+from shardwright.pipeline.sharding.conversions import conversion_of
 
 CAST = "_to_copy"
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")

@@ -11,11 +11,11 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline.cost.groups import Join, LinkGroup, groups_of
-from pipeline.cost.link_facts import ChainFacts, LinkFacts, LinkHost, StepFacts
-from pipeline.cost.step import Priced
-from pipeline.ir.profile import CompiledWay
-from pipeline.rates.compute import Seconds
+from shardwright.pipeline.cost.groups import Join, LinkGroup, groups_of
+from shardwright.pipeline.cost.link_facts import ChainFacts, LinkFacts, LinkHost, StepFacts
+from shardwright.pipeline.cost.step import Priced
+from shardwright.pipeline.ir.profile import CompiledWay
+from shardwright.pipeline.rates.compute import Seconds
 
 MOST_WAYS = 8  # of keeping a part of a link
 WORTH = 0.02  # of what a link keeps: a way that saves less than this on the one before is left out

@@ -19,12 +19,12 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
-from pipeline.ir.graph import Link
-from pipeline.ir.layout import Layout
-from pipeline.ir.profile import Profile
-from pipeline.ir.program import GATHERED_ALONE, Call, Convert, Step, Tensor
-from pipeline.sharding.conversions import TABLE, conversion_of, gathered_beside, gathered_together
-from pipeline.sharding.sharded import Sharded
+from shardwright.pipeline.ir.graph import Link
+from shardwright.pipeline.ir.layout import Layout
+from shardwright.pipeline.ir.profile import Profile
+from shardwright.pipeline.ir.program import GATHERED_ALONE, Call, Convert, Step, Tensor
+from shardwright.pipeline.sharding.conversions import TABLE, conversion_of, gathered_beside, gathered_together
+from shardwright.pipeline.sharding.sharded import Sharded
 
 
 @dataclass(frozen=True)

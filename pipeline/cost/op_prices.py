@@ -12,14 +12,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil, prod
 
-from pipeline.cost.unsplit import card_of
-from pipeline.ir.cluster import Cluster
-from pipeline.ir.graph import OpGraph
-from pipeline.ir.plan import Strategy
-from pipeline.ir.profile import Kernel, Kernels, Profile
-from pipeline.ops.autocast import LOW
-from pipeline.rates.compute import Seconds, op_seconds, optimizer_seconds, part_of_bytes, part_of_work
-from pipeline.rates.kernels import Card, kernel_seconds
+from shardwright.pipeline.cost.unsplit import card_of
+from shardwright.pipeline.ir.cluster import Cluster
+from shardwright.pipeline.ir.graph import OpGraph
+from shardwright.pipeline.ir.plan import Strategy
+from shardwright.pipeline.ir.profile import Kernel, Kernels, Profile
+from shardwright.pipeline.ops.autocast import LOW
+from shardwright.pipeline.rates.compute import Seconds, op_seconds, optimizer_seconds, part_of_bytes, part_of_work
+from shardwright.pipeline.rates.kernels import Card, kernel_seconds
 
 CAST = "_to_copy"
 EAGER = Seconds(1.0, 1.0)  # what an op takes of what its kernels do where it is not compiled

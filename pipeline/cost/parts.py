@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pipeline.cost.op_prices import OpPrices
-from pipeline.cost.step import Priced
-from pipeline.ir.cluster import Cluster, Mesh
-from pipeline.ir.graph import OpGraph
-from pipeline.ir.plan import Frontier, Partition, Plan
-from pipeline.ir.profile import Profile
-from pipeline.sharding.partitions import sharded_parts
+from shardwright.pipeline.cost.op_prices import OpPrices
+from shardwright.pipeline.cost.step import Priced
+from shardwright.pipeline.ir.cluster import Cluster, Mesh
+from shardwright.pipeline.ir.graph import OpGraph
+from shardwright.pipeline.ir.plan import Frontier, Partition, Plan
+from shardwright.pipeline.ir.profile import Profile
+from shardwright.pipeline.sharding.partitions import sharded_parts
 
 
 def priced_parts(

@@ -8,8 +8,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from enum import StrEnum
 
-from pipeline.ir.graph import Role
-from pipeline.sharding.sharded import Sharded
+from shardwright.pipeline.ir.graph import Role
+from shardwright.pipeline.sharding.sharded import Sharded
 
 
 class Kept(StrEnum):

@@ -24,18 +24,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
-from pipeline.cost.memory import LinkMemory, link_memory
-from pipeline.cost.op_prices import OpPrices
-from pipeline.ir.buckets import BUCKET_BYTES
-from pipeline.ir.cluster import LATER, Axis, Cluster
-from pipeline.ir.graph import OpGraph, Role
-from pipeline.ir.plan import Sharding
-from pipeline.ir.profile import Profile
-from pipeline.ir.program import Call, Convert, Program, Step
-from pipeline.rates.compute import Seconds
-from pipeline.rates.inner_collectives import talk_seconds
-from pipeline.rates.joined_axes import joined_link
-from pipeline.sharding.conversions import (
+from shardwright.pipeline.cost.memory import LinkMemory, link_memory
+from shardwright.pipeline.cost.op_prices import OpPrices
+from shardwright.pipeline.ir.buckets import BUCKET_BYTES
+from shardwright.pipeline.ir.cluster import LATER, Axis, Cluster
+from shardwright.pipeline.ir.graph import OpGraph, Role
+from shardwright.pipeline.ir.plan import Sharding
+from shardwright.pipeline.ir.profile import Profile
+from shardwright.pipeline.ir.program import Call, Convert, Program, Step
+from shardwright.pipeline.rates.compute import Seconds
+from shardwright.pipeline.rates.inner_collectives import talk_seconds
+from shardwright.pipeline.rates.joined_axes import joined_link
+from shardwright.pipeline.sharding.conversions import (
     TABLE,
     conversion_of,
     gathered_beside,
@@ -43,8 +43,8 @@ from pipeline.sharding.conversions import (
     gathered_together,
     step_axis,
 )
-from pipeline.sharding.paths import Paths
-from pipeline.sharding.sharded import Sharded
+from shardwright.pipeline.sharding.paths import Paths
+from shardwright.pipeline.sharding.sharded import Sharded
 
 
 @dataclass(frozen=True)

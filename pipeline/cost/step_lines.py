@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from pipeline.cost.lines import COMPUTE, LineTask, played
+from shardwright.pipeline.cost.lines import COMPUTE, LineTask, played
 
 CARD = "card"
 

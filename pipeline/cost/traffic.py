@@ -6,14 +6,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from pipeline.cost.step import Priced, sums_of
-from pipeline.cost.step_lines import Bucket, Collective, LinkPass, StepLines, Traffic
-from pipeline.ir.buckets import bucket_members
-from pipeline.ir.cluster import COLLECTIVES, Axis
-from pipeline.ir.graph import Role
-from pipeline.ir.program import Call, Convert, Step
-from pipeline.ops.products import is_put_off, weights
-from pipeline.sharding.conversions import conversion_of, step_axis
+from shardwright.pipeline.cost.step import Priced, sums_of
+from shardwright.pipeline.cost.step_lines import Bucket, Collective, LinkPass, StepLines, Traffic
+from shardwright.pipeline.ir.buckets import bucket_members
+from shardwright.pipeline.ir.cluster import COLLECTIVES, Axis
+from shardwright.pipeline.ir.graph import Role
+from shardwright.pipeline.ir.program import Call, Convert, Step
+from shardwright.pipeline.ops.products import is_put_off, weights
+from shardwright.pipeline.sharding.conversions import conversion_of, step_axis
 
 MEGATRON = "megatron"
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
-from pipeline.cost.groups import Join, groups_of
-from pipeline.cost.link_facts import ChainFacts
-from pipeline.cost.step import Priced
-from pipeline.cost.traffic import Ran, RunKind, lines_of
+from shardwright.pipeline.cost.groups import Join, groups_of
+from shardwright.pipeline.cost.link_facts import ChainFacts
+from shardwright.pipeline.cost.step import Priced
+from shardwright.pipeline.cost.traffic import Ran, RunKind, lines_of
 
 Pair = tuple[float, float]  # seconds of the host and of the device
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 
-from pipeline.ir.cluster import HALF, NO_HOST, Compute
-from pipeline.ir.graph import OpGraph, Role
-from pipeline.ir.profile import Kernel, Kernels
-from pipeline.rates.kernels import REPLAYED_START, START, Card, KernelRun, kernel_seconds, queue_seconds
+from shardwright.pipeline.ir.cluster import HALF, NO_HOST, Compute
+from shardwright.pipeline.ir.graph import OpGraph, Role
+from shardwright.pipeline.ir.profile import Kernel, Kernels
+from shardwright.pipeline.rates.kernels import REPLAYED_START, START, Card, KernelRun, kernel_seconds, queue_seconds
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from pipeline.cost.op_prices import OpPrices
-from pipeline.cost.step import Priced
-from pipeline.ir.cluster import Cluster
-from pipeline.ir.graph import Op, OpGraph
-from pipeline.ir.plan import Plan
-from pipeline.ir.profile import Profile
-from pipeline.ops.mesh import view_op
-from pipeline.ops.table import rule_of
-from pipeline.sharding.partitions import busiest, sharded_parts
-from pipeline.sharding.slices import sliced
+from shardwright.pipeline.cost.op_prices import OpPrices
+from shardwright.pipeline.cost.step import Priced
+from shardwright.pipeline.ir.cluster import Cluster
+from shardwright.pipeline.ir.graph import Op, OpGraph
+from shardwright.pipeline.ir.plan import Plan
+from shardwright.pipeline.ir.profile import Profile
+from shardwright.pipeline.ops.mesh import view_op
+from shardwright.pipeline.ops.table import rule_of
+from shardwright.pipeline.sharding.partitions import busiest, sharded_parts
+from shardwright.pipeline.sharding.slices import sliced
 
 LACK = "whole on every rank for lack of a rule"
 
@@ -71,7 +71,7 @@ def lacks_rule(graph: OpGraph, op: Op, sizes: tuple[int, ...]) -> bool:
     dims = {size for kind in graph.types((*op.inputs, *op.outputs)) for size in kind.shape}
     if rule_of(op) is not None or not any(axis > 1 and size and size % axis == 0 for axis in sizes for size in dims):
         return False
-    from pipeline.ops.discovery.discover import find  # needs torch, and only ops without a rule need it
+    from shardwright.pipeline.ops.discovery.discover import find  # needs torch, and only ops without a rule need it
 
     return not any(state.kind == "S" for one in find(view_op(graph, op)) for state in (*one.inputs, *one.outputs))
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
 
-from pipeline.ir.correction import Correction
+from shardwright.pipeline.ir.correction import Correction
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 SEND = "send_recv"  # from one device to one other

@@ -15,7 +15,7 @@ from functools import cached_property
 from math import gcd, prod
 from typing import Any
 
-from pipeline.ir.names import is_name
+from shardwright.pipeline.ir.names import is_name
 
 ITEM_SIZE = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
@@ -216,7 +216,7 @@ class OpGraph:
         return tuple(name for name in read if name in self.common and name not in link.common)
 
     def to_json(self) -> Any:
-        from pipeline.ir.codec import encode
+        from shardwright.pipeline.ir.codec import encode
 
         return {
             "values": [encode(v) for v in self.values.values()],
@@ -228,7 +228,7 @@ class OpGraph:
 
     @staticmethod
     def from_json(data: Any) -> OpGraph:
-        from pipeline.ir.codec import decode
+        from shardwright.pipeline.ir.codec import decode
 
         if not isinstance(data, dict) or set(data) != {"values", "ops", "output", "prologue", "chain"}:
             raise ValueError("expected an object of values, ops, output, prologue and chain")

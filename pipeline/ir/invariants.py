@@ -13,12 +13,12 @@ from itertools import chain
 from math import prod
 from typing import Any
 
-from pipeline.ir.cluster import COLLECTIVES, Axis, Cluster, Compute, Group, Mesh
-from pipeline.ir.correction import Correction
-from pipeline.ir.graph import ITEM_SIZE, Args, OpGraph
-from pipeline.ir.plan import Frontier, Plan, Region, Sharding
-from pipeline.ir.profile import Profile
-from pipeline.ir.report import Report
+from shardwright.pipeline.ir.cluster import COLLECTIVES, Axis, Cluster, Compute, Group, Mesh
+from shardwright.pipeline.ir.correction import Correction
+from shardwright.pipeline.ir.graph import ITEM_SIZE, Args, OpGraph
+from shardwright.pipeline.ir.plan import Frontier, Plan, Region, Sharding
+from shardwright.pipeline.ir.profile import Profile
+from shardwright.pipeline.ir.report import Report
 
 LARGEST = 1 << 62  # number of anything; also of the elements of a tensor
 MOST_DEVICES = 1 << 20

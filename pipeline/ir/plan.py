@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import prod
 
-from pipeline.ir.cluster import Mesh
-from pipeline.ir.correction import Correction
-from pipeline.ir.layout import Layout
+from shardwright.pipeline.ir.cluster import Mesh
+from shardwright.pipeline.ir.correction import Correction
+from shardwright.pipeline.ir.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from pipeline.ir.graph import OpGraph
+from shardwright.pipeline.ir.graph import OpGraph
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pipeline.ir.layout import Layout
+from shardwright.pipeline.ir.layout import Layout
 
 GATHERED_ALONE = 4 << 20  # bytes of a whole parameter from which on it is not joined with others of its link
 

@@ -7,9 +7,9 @@ import re
 from collections import Counter
 from collections.abc import Callable, Container, Iterator
 
-from pipeline.ir.graph import OpGraph, Role
-from pipeline.ir.layout import Layout
-from pipeline.ir.plan import Sharding
+from shardwright.pipeline.ir.graph import OpGraph, Role
+from shardwright.pipeline.ir.layout import Layout
+from shardwright.pipeline.ir.plan import Sharding
 
 _TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*){2}", re.ASCII)  # library.op.overload
 

@@ -19,10 +19,10 @@ from typing import Any
 
 import psutil
 
-from pipeline.base.signals import Interrupted, gentle
-from pipeline.launch.place import RankPlace
-from pipeline.launch.rank import MEET, NOTE, PARENT
-from pipeline.launch.work_folder import LaunchFailed, WorkFolder, failure_of, reason, work_folder
+from shardwright.pipeline.base.signals import Interrupted, gentle
+from shardwright.pipeline.launch.place import RankPlace
+from shardwright.pipeline.launch.rank import MEET, NOTE, PARENT
+from shardwright.pipeline.launch.work_folder import LaunchFailed, WorkFolder, failure_of, reason, work_folder
 
 Poll = Callable[[Path], None]
 Asked = Callable[[], int | None]  # the signal that asks to end

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 
-from pipeline.base.errors import TrainError
+from shardwright.pipeline.base.errors import TrainError
 
 PORTS = range(20000, 40000)  # in which a Slurm job finds its port by its number
 _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

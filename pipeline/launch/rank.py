@@ -21,8 +21,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.files import write_atomic
-from pipeline.ir.names import printable
+from shardwright.pipeline.base.files import write_atomic
+from shardwright.pipeline.ir.names import printable
 
 PARENT = "SHARDWRIGHT_PARENT"
 MEET = "SHARDWRIGHT_MEET"  # the folder in which ranks of one machine find one another

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from pipeline.base.errors import TrainError
-from pipeline.launch.rank import MEET, restart_count, write_whole
+from shardwright.pipeline.base.errors import TrainError
+from shardwright.pipeline.launch.rank import MEET, restart_count, write_whole
 
 LOOPBACK = "127.0.0.1"
 PAUSE_S = 0.02

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.launch.rank import FAILED, ORPHAN, RESULT, STOPPED, error_path
+from shardwright.pipeline.launch.rank import FAILED, ORPHAN, RESULT, STOPPED, error_path
 
 ROOM = "make room there, or set TMPDIR to a folder that has some"
 ROOM_BYTES = 65536

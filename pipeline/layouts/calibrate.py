@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pipeline.layouts.machine import Machine
-from pipeline.layouts.sizes import ParallelLayout, Transformer
-from pipeline.layouts.step import LayoutPrices, PassSeconds
-from pipeline.layouts.traced import Works
+from shardwright.pipeline.layouts.machine import Machine
+from shardwright.pipeline.layouts.sizes import ParallelLayout, Transformer
+from shardwright.pipeline.layouts.step import LayoutPrices, PassSeconds
+from shardwright.pipeline.layouts.traced import Works
 
 FITTED = ("products", "unaligned", "memory", "kernel_us", "links", "collective_us")
 PRIOR = np.log([0.8, 0.35, 0.8, 17.0, 0.75, 30.0])

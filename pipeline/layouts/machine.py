@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from pipeline.base.errors import ClusterError
-from pipeline.config import ClusterSettings, ClusterSource
-from pipeline.cost.unsplit import card_of
-from pipeline.ir.cluster import Axis, Compute, LinkCost
-from pipeline.layouts.planner_stages import AxisLinks, PlannerStages
-from pipeline.rates.kernels import Card
+from shardwright.pipeline.base.errors import ClusterError
+from shardwright.pipeline.config import ClusterSettings, ClusterSource
+from shardwright.pipeline.cost.unsplit import card_of
+from shardwright.pipeline.ir.cluster import Axis, Compute, LinkCost
+from shardwright.pipeline.layouts.planner_stages import AxisLinks, PlannerStages
+from shardwright.pipeline.rates.kernels import Card
 
 
 @dataclass(frozen=True)

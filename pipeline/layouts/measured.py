@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from pipeline.base.errors import ShardwrightError
-from pipeline.config import Config
-from pipeline.config.schema import OverlapMode
-from pipeline.layouts.calibrate import MeasuredStep
-from pipeline.layouts.planner_stages import PlannerStages
-from pipeline.layouts.sizes import AttentionKernel, ParallelLayout, Transformer
-from pipeline.layouts.traced import Works
-from pipeline.layouts.work import RecomputeMode
+from shardwright.pipeline.base.errors import ShardwrightError
+from shardwright.pipeline.config import Config
+from shardwright.pipeline.config.schema import OverlapMode
+from shardwright.pipeline.layouts.calibrate import MeasuredStep
+from shardwright.pipeline.layouts.planner_stages import PlannerStages
+from shardwright.pipeline.layouts.sizes import AttentionKernel, ParallelLayout, Transformer
+from shardwright.pipeline.layouts.traced import Works
+from shardwright.pipeline.layouts.work import RecomputeMode
 
 COLUMNS = {
     "# GPUs": "devices",

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from pipeline.config import ClusterSettings
-from pipeline.cost.step import Workload
-from pipeline.ir.cluster import Compute, Group, LinkCost
-from pipeline.ir.graph import OpGraph
-from pipeline.ir.plan import Sharding
-from pipeline.ir.profile import Profile
+from shardwright.pipeline.config import ClusterSettings
+from shardwright.pipeline.cost.step import Workload
+from shardwright.pipeline.ir.cluster import Compute, Group, LinkCost
+from shardwright.pipeline.ir.graph import OpGraph
+from shardwright.pipeline.ir.plan import Sharding
+from shardwright.pipeline.ir.profile import Profile
 
 
 class AxisLinks(Protocol):

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from pipeline.config.schema import OverlapMode
-from pipeline.cost.pipelines.schedules import Pipeline
-from pipeline.layouts.sizes import AttentionKernel, LayoutError, ParallelLayout, Transformer, why_not
-from pipeline.layouts.step import LayoutPrices, Price
-from pipeline.layouts.work import RecomputeMode
+from shardwright.pipeline.config.schema import OverlapMode
+from shardwright.pipeline.cost.pipelines.schedules import Pipeline
+from shardwright.pipeline.layouts.sizes import AttentionKernel, LayoutError, ParallelLayout, Transformer, why_not
+from shardwright.pipeline.layouts.step import LayoutPrices, Price
+from shardwright.pipeline.layouts.work import RecomputeMode
 
 WAYS = tuple(RecomputeMode)  # the faster and larger first
 MOST_MICRO = 64  # sequences of a micro-batch: more fill no device better

@@ -14,10 +14,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from pipeline.base.errors import ShardwrightError
-from pipeline.config.schema import OverlapMode
-from pipeline.cost.pipelines.schedules import Pipeline
-from pipeline.layouts.work import RecomputeMode
+from shardwright.pipeline.base.errors import ShardwrightError
+from shardwright.pipeline.config.schema import OverlapMode
+from shardwright.pipeline.cost.pipelines.schedules import Pipeline
+from shardwright.pipeline.layouts.work import RecomputeMode
 
 
 @dataclass(frozen=True)

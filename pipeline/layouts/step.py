@@ -14,16 +14,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from pipeline.config.schema import OverlapMode
-from pipeline.cost.pipelines.schedules import Pipeline, Sending, forwards_ahead, sending_of
-from pipeline.cost.step import update_seconds
-from pipeline.ir.cluster import Axis, Overlap
-from pipeline.ir.profile import Kernel
-from pipeline.layouts.machine import Machine
-from pipeline.layouts.sizes import LayoutError, ParallelLayout, Transformer, stage_layers, why_not
-from pipeline.layouts.traced import COPIES, Parts, Works
-from pipeline.layouts.work import PartWork, Pass, RecomputeMode
-from pipeline.rates.kernels import PRODUCTS, Card, kernel_seconds
+from shardwright.pipeline.config.schema import OverlapMode
+from shardwright.pipeline.cost.pipelines.schedules import Pipeline, Sending, forwards_ahead, sending_of
+from shardwright.pipeline.cost.step import update_seconds
+from shardwright.pipeline.ir.cluster import Axis, Overlap
+from shardwright.pipeline.ir.profile import Kernel
+from shardwright.pipeline.layouts.machine import Machine
+from shardwright.pipeline.layouts.sizes import LayoutError, ParallelLayout, Transformer, stage_layers, why_not
+from shardwright.pipeline.layouts.traced import COPIES, Parts, Works
+from shardwright.pipeline.layouts.work import PartWork, Pass, RecomputeMode
+from shardwright.pipeline.rates.kernels import PRODUCTS, Card, kernel_seconds
 
 OPTIMIZER = "_fused_adamw_"
 OPTIMIZER_READ, OPTIMIZER_WRITTEN = 16, 14  # bytes for each parameter: gradient, copy in single, moments; and weight

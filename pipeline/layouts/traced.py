@@ -10,21 +10,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pipeline.config import Config, Device, DType, ModelSettings, Precision, TensorSpec
-from pipeline.cost.step import Workload
-from pipeline.ir.cluster import COLLECTIVES, Axis, Cluster, Compute, Curve, LinkCost
-from pipeline.ir.graph import OpGraph
-from pipeline.ir.layout import Layout, State
-from pipeline.ir.plan import Sharding
-from pipeline.ir.profile import Profile, as_run
-from pipeline.layouts.planner_stages import PlannerStages
-from pipeline.layouts.sizes import AttentionKernel, Transformer
-from pipeline.layouts.work import Grown, PartWork, part_work
-from pipeline.tracing.trace import trace
+from shardwright.pipeline.config import Config, Device, DType, ModelSettings, Precision, TensorSpec
+from shardwright.pipeline.cost.step import Workload
+from shardwright.pipeline.ir.cluster import COLLECTIVES, Axis, Cluster, Compute, Curve, LinkCost
+from shardwright.pipeline.ir.graph import OpGraph
+from shardwright.pipeline.ir.layout import Layout, State
+from shardwright.pipeline.ir.plan import Sharding
+from shardwright.pipeline.ir.profile import Profile, as_run
+from shardwright.pipeline.layouts.planner_stages import PlannerStages
+from shardwright.pipeline.layouts.sizes import AttentionKernel, Transformer
+from shardwright.pipeline.layouts.work import Grown, PartWork, part_work
+from shardwright.pipeline.tracing.trace import trace
 
 LEAST_SAMPLES = 3  # one sample alone has dims of 1, in which tensors lie otherwise
 DEPTH = 2  # the first layer may read what none after it does
-MODULE = "pipeline.models.transformer.build"
+MODULE = "shardwright.pipeline.models.transformer.build"
 COPIES = 6.0  # tensors of a parameter's size in half precision: a copy in single, two moments
 # What layouts are chosen by; prices are another machine's.
 SOME_LINK = LinkCost(1e-5, 1e11)

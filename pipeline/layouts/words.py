@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.errors import ConfigError, ShardwrightError, nearest
-from pipeline.config import ClusterSource, Config, ModelSettings, listing, load_part
-from pipeline.config.schema import OverlapMode
-from pipeline.cost.pipelines.schedules import Pipeline
-from pipeline.layouts.machine import Machine, machine_of
-from pipeline.layouts.planner_stages import PlannerStages
-from pipeline.layouts.sizes import KNOWN, AttentionKernel, Transformer
-from pipeline.layouts.work import RecomputeMode
+from shardwright.pipeline.base.errors import ConfigError, ShardwrightError, nearest
+from shardwright.pipeline.config import ClusterSource, Config, ModelSettings, listing, load_part
+from shardwright.pipeline.config.schema import OverlapMode
+from shardwright.pipeline.cost.pipelines.schedules import Pipeline
+from shardwright.pipeline.layouts.machine import Machine, machine_of
+from shardwright.pipeline.layouts.planner_stages import PlannerStages
+from shardwright.pipeline.layouts.sizes import KNOWN, AttentionKernel, Transformer
+from shardwright.pipeline.layouts.work import RecomputeMode
 
-GPT = "pipeline.models.gpt.build"
+GPT = "shardwright.pipeline.models.gpt.build"
 DEFAULT_CLUSTER = "dgx_a100_infiniband"  # where the project's own is measured
 MOST = 10**7
 FREE = "search"

@@ -17,18 +17,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from pipeline.cost.chain_memory import growing
-from pipeline.cost.groups import Join, LinkGroup, groups_of
-from pipeline.cost.link_facts import ChainFacts, LinkFacts
-from pipeline.cost.links import computed_again
-from pipeline.cost.step import Priced
-from pipeline.ir.cluster import COLLECTIVES
-from pipeline.ir.graph import Role
-from pipeline.ir.profile import Kernel
-from pipeline.ir.program import Call, Convert, Step
-from pipeline.ops.rule import plain_view
-from pipeline.ops.table import rule_of
-from pipeline.sharding.conversions import conversion_of, made_again
+from shardwright.pipeline.cost.chain_memory import growing
+from shardwright.pipeline.cost.groups import Join, LinkGroup, groups_of
+from shardwright.pipeline.cost.link_facts import ChainFacts, LinkFacts
+from shardwright.pipeline.cost.links import computed_again
+from shardwright.pipeline.cost.step import Priced
+from shardwright.pipeline.ir.cluster import COLLECTIVES
+from shardwright.pipeline.ir.graph import Role
+from shardwright.pipeline.ir.profile import Kernel
+from shardwright.pipeline.ir.program import Call, Convert, Step
+from shardwright.pipeline.ops.rule import plain_view
+from shardwright.pipeline.ops.table import rule_of
+from shardwright.pipeline.sharding.conversions import conversion_of, made_again
 
 MOVE = "copy_"  # the kernel of a conversion that moves bytes on a rank
 

@@ -5,6 +5,6 @@ backward, and how generated code calls it. For an op without a rule strategies a
 where none is found it runs replicated, so any exported graph can be planned.
 """
 
-from pipeline.ops.table import register
+from shardwright.pipeline.ops.table import register
 
 __all__ = ["register"]

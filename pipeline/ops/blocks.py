@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import groupby, pairwise
 
-from pipeline.ir.graph import Link, OpGraph, Role
-from pipeline.ops.table import rule_of
+from shardwright.pipeline.ir.graph import Link, OpGraph, Role
+from shardwright.pipeline.ops.table import rule_of
 
 FEWEST = 4  # blocks by which a model is cut
 MOST_OPS = 24  # of several inner modules as one block: larger ones leave too little to choose between for a budget

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from pipeline.ir.layout import B, Layout, P, R, S, State, without_gradient
-from pipeline.ir.plan import Strategy
-from pipeline.ops.rule import OpRule, OpView
+from shardwright.pipeline.ir.layout import B, Layout, P, R, S, State, without_gradient
+from shardwright.pipeline.ir.plan import Strategy
+from shardwright.pipeline.ops.rule import OpRule, OpView
 
 _TOKEN = re.compile(r"\([^)]*\)|\S+")
 _LETTER = re.compile(r"(\w+)(?:=(\d+))?([+^!]?)")
@@ -147,7 +147,9 @@ def strategies(rule: OpRule | None, view: OpView, size: int) -> tuple[Strategy, 
     if size > 1 and any(view.input_grads):
         found.append(_uniform("B", B, view))
     if size > 1 and rule is None:
-        from pipeline.ops.discovery.discover import discovered  # needs torch, and only ops without a rule need it
+        from shardwright.pipeline.ops.discovery.discover import (
+            discovered,  # needs torch, and only ops without a rule need it
+        )
 
         found += discovered(view, size)
     elif size > 1 and rule is not None:

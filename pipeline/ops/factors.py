@@ -13,10 +13,10 @@ from collections.abc import Callable
 from functools import wraps
 from typing import TypeVar
 
-from pipeline.ir.graph import OpGraph
-from pipeline.ops.dims import read_line
-from pipeline.ops.rule import plain_view
-from pipeline.ops.table import rule_of
+from shardwright.pipeline.ir.graph import OpGraph
+from shardwright.pipeline.ops.dims import read_line
+from shardwright.pipeline.ops.rule import plain_view
+from shardwright.pipeline.ops.table import rule_of
 
 Factors = dict[str, tuple[tuple[str, tuple[int, ...]], ...]]
 _MOST = 3  # ways of cutting one letter that are kept, fewest parts first

@@ -13,14 +13,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from pipeline.ir.graph import Arg, Op, OpGraph, Ref, Role, TensorType
-from pipeline.ir.layout import Layout
-from pipeline.ir.plan import Strategy
-from pipeline.ops.dims import local_factors, still_uneven, strategies
-from pipeline.ops.factors import factors_of
-from pipeline.ops.rule import OpRule, OpView, plain_view
-from pipeline.ops.table import rule_of
-from pipeline.ops.uneven import uneven_in
+from shardwright.pipeline.ir.graph import Arg, Op, OpGraph, Ref, Role, TensorType
+from shardwright.pipeline.ir.layout import Layout
+from shardwright.pipeline.ir.plan import Strategy
+from shardwright.pipeline.ops.dims import local_factors, still_uneven, strategies
+from shardwright.pipeline.ops.factors import factors_of
+from shardwright.pipeline.ops.rule import OpRule, OpView, plain_view
+from shardwright.pipeline.ops.table import rule_of
+from shardwright.pipeline.ops.uneven import uneven_in
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.ops.own_names import MODES
+from shardwright.pipeline.ops.own_names import MODES
 
 _LIBRARY = torch.library.Library("shardwright", "FRAGMENT")
 _LIBRARY.define(

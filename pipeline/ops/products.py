@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
-from pipeline.ir.graph import Op, OpGraph, Ref, Role
+from shardwright.pipeline.ir.graph import Op, OpGraph, Ref, Role
 
 
 @dataclass(frozen=True)

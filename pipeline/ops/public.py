@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from functools import cache, reduce
 from typing import TYPE_CHECKING, Any
 
-from pipeline.ir.graph import Arg, Args, Ref, Torch
-from pipeline.ops.rule import Rendered, call, method
+from shardwright.pipeline.ir.graph import Arg, Args, Ref, Torch
+from shardwright.pipeline.ops.rule import Rendered, call, method
 
 if TYPE_CHECKING:  # rules name this file, and plans are made of them without torch, which is slow to import
     from torch import Tensor
@@ -139,7 +139,7 @@ def overload_of(target: str) -> OpOverload | None:
     import torch
     from torch._ops import OpOverload
 
-    import pipeline.ops.own  # noqa: F401  -- ours are among them
+    import shardwright.pipeline.ops.own  # noqa: F401  -- ours are among them
 
     found: Any = torch.ops
     for part in target.split("."):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pipeline.ir.graph import Arg, Op, OpGraph, TensorType
+from shardwright.pipeline.ir.graph import Arg, Op, OpGraph, TensorType
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from pipeline.ir.graph import Op, OpGraph, Role
-from pipeline.ir.layout import Layout
-from pipeline.ir.plan import Plan, Sharding, Strategy
-from pipeline.ops.factors import letters_of, once_per_graph
-from pipeline.ops.mesh import op_strategies, view_op
+from shardwright.pipeline.ir.graph import Op, OpGraph, Role
+from shardwright.pipeline.ir.layout import Layout
+from shardwright.pipeline.ir.plan import Plan, Sharding, Strategy
+from shardwright.pipeline.ops.factors import letters_of, once_per_graph
+from shardwright.pipeline.ops.mesh import op_strategies, view_op
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import string
 from collections.abc import Callable, Collection, Sequence
 from itertools import count
 
-from pipeline.ops.rule import OpView
+from shardwright.pipeline.ops.rule import OpView
 
 
 def broadcast(view: OpView) -> str:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, TypedDict, Unpack
 
-from pipeline.ir.graph import Op
-from pipeline.ops.dims import check_line
-from pipeline.ops.public import public_call
-from pipeline.ops.rule import Dims, Flops, Linear, OpRule, Rendered
+from shardwright.pipeline.ir.graph import Op
+from shardwright.pipeline.ops.dims import check_line
+from shardwright.pipeline.ops.public import public_call
+from shardwright.pipeline.ops.rule import Dims, Flops, Linear, OpRule, Rendered
 
 FAMILIES = (
     "attention", "complex_numbers", "convolution", "elementwise", "embedding", "factory", "indexing", "joining", "loss",
@@ -22,7 +22,7 @@ FAMILIES = (
 def table() -> dict[str, OpRule]:
     rules: dict[str, OpRule] = {}
     for family in FAMILIES:
-        for rule in importlib.import_module(f"pipeline.ops.families.{family}").RULES:
+        for rule in importlib.import_module(f"shardwright.pipeline.ops.families.{family}").RULES:
             if rule.target in rules:
                 raise ValueError(f"{rule.target} has two rules; keep one")
             rules[rule.target] = rule

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from pipeline.ir.graph import Op, OpGraph, Role
-from pipeline.ops.factors import Letter, Spot, letters_of, once_per_graph
-from pipeline.ops.own_names import EMBEDDING_BAG
+from shardwright.pipeline.ir.graph import Op, OpGraph, Role
+from shardwright.pipeline.ops.factors import Letter, Spot, letters_of, once_per_graph
+from shardwright.pipeline.ops.own_names import EMBEDDING_BAG
 
 # With the letter that they end.
 ENDS = {"aten.embedding.default": "v", EMBEDDING_BAG: "v", "aten.cross_entropy_loss.default": "c"}

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from pipeline.ir.cluster import Compute, Curve, Pace
-from pipeline.ir.graph import ITEM_SIZE, Op, OpGraph, TensorType
-from pipeline.ir.layout import Layout
-from pipeline.ir.plan import Strategy
-from pipeline.ir.profile import OpCost
-from pipeline.ops.rule import plain_view
-from pipeline.ops.table import rule_of
+from shardwright.pipeline.ir.cluster import Compute, Curve, Pace
+from shardwright.pipeline.ir.graph import ITEM_SIZE, Op, OpGraph, TensorType
+from shardwright.pipeline.ir.layout import Layout
+from shardwright.pipeline.ir.plan import Strategy
+from shardwright.pipeline.ir.profile import OpCost
+from shardwright.pipeline.ops.rule import plain_view
+from shardwright.pipeline.ops.table import rule_of
 
 NO_PACE = Pace(0.0, 0.0)
 

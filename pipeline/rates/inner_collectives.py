@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from pipeline.ir.cluster import Axis
-from pipeline.ir.graph import OpGraph
-from pipeline.ir.plan import Strategy
-from pipeline.ops.rule import FEW_RANKS, GATHER_FEW, SUM_FEW, Sent, plain_view
-from pipeline.ops.table import rule_of
-from pipeline.rates.compute import Seconds
-from pipeline.rates.joined_axes import joined_link
+from shardwright.pipeline.ir.cluster import Axis
+from shardwright.pipeline.ir.graph import OpGraph
+from shardwright.pipeline.ir.plan import Strategy
+from shardwright.pipeline.ops.rule import FEW_RANKS, GATHER_FEW, SUM_FEW, Sent, plain_view
+from shardwright.pipeline.ops.table import rule_of
+from shardwright.pipeline.rates.compute import Seconds
+from shardwright.pipeline.rates.joined_axes import joined_link
 
 
 def talk_seconds(graph: OpGraph, name: str, strategy: Strategy, axes: tuple[Axis, ...]) -> Seconds:

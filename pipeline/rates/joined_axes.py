@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from pipeline.ir.cluster import LATER, Axis, LinkCost
+from shardwright.pipeline.ir.cluster import LATER, Axis, LinkCost
 
 
 def joined_link(collective: str, axes: Sequence[Axis]) -> LinkCost | None:

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from math import gcd, inf, prod
 
-from pipeline.ir.cluster import HALF, HostPace
-from pipeline.ir.profile import Kernel
+from shardwright.pipeline.ir.cluster import HALF, HostPace
+from shardwright.pipeline.ir.profile import Kernel
 
 START, REPLAYED_START = 1.5e-6, 0.3e-6  # seconds from kernel to kernel: as they are issued, and in a CUDA graph
 

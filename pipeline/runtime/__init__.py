@@ -1,8 +1,8 @@
 """What generated programs import: conversions between layouts, losses over split batches, recompute, parameters."""
 
-from pipeline.runtime.compiler.compiled import channels_last, compiled
-from pipeline.runtime.programs.autocast import without_autocast
-from pipeline.runtime.programs.collectives import (
+from shardwright.pipeline.runtime.compiler.compiled import channels_last, compiled
+from shardwright.pipeline.runtime.programs.autocast import without_autocast
+from shardwright.pipeline.runtime.programs.collectives import (
     all_gather,
     all_reduce,
     all_reduce_both,
@@ -17,7 +17,7 @@ from pipeline.runtime.programs.collectives import (
     shard,
     sum_gradient,
 )
-from pipeline.runtime.programs.local_ops import (
+from shardwright.pipeline.runtime.programs.local_ops import (
     batch_norm,
     class_split_cross_entropy,
     count_targets,
@@ -27,10 +27,16 @@ from pipeline.runtime.programs.local_ops import (
     row_split_embedding,
     row_split_embedding_bag,
 )
-from pipeline.runtime.programs.parameters import scope
-from pipeline.runtime.programs.random import drawn_apart
-from pipeline.runtime.recompute.regather import again, all_gather_together, keep_shards, regather, regather_together
-from pipeline.runtime.recompute.regions import kept, recompute, recompute_except_last
+from shardwright.pipeline.runtime.programs.parameters import scope
+from shardwright.pipeline.runtime.programs.random import drawn_apart
+from shardwright.pipeline.runtime.recompute.regather import (
+    again,
+    all_gather_together,
+    keep_shards,
+    regather,
+    regather_together,
+)
+from shardwright.pipeline.runtime.recompute.regions import kept, recompute, recompute_except_last
 
 __all__ = [
     "again", "all_gather", "all_gather_together", "all_reduce", "all_reduce_both", "all_to_all", "batch_norm",

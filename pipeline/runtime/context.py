@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 if TYPE_CHECKING:
-    from pipeline.runtime.pipelining.deferred_weight_grads import DeferredGradients
-    from pipeline.runtime.programs.mesh import MeshAxis
-    from pipeline.runtime.recompute.random_draws import StepDraws
-    from pipeline.runtime.recompute.regather import GatherSource
-    from pipeline.runtime.recompute.regions import RecomputeRegion
-    from pipeline.runtime.step.gradients import GatherPrefetch
-    from pipeline.runtime.step.running_stats import DeferredStatistics
+    from shardwright.pipeline.runtime.pipelining.deferred_weight_grads import DeferredGradients
+    from shardwright.pipeline.runtime.programs.mesh import MeshAxis
+    from shardwright.pipeline.runtime.recompute.random_draws import StepDraws
+    from shardwright.pipeline.runtime.recompute.regather import GatherSource
+    from shardwright.pipeline.runtime.recompute.regions import RecomputeRegion
+    from shardwright.pipeline.runtime.step.gradients import GatherPrefetch
+    from shardwright.pipeline.runtime.step.running_stats import DeferredStatistics
 
 
 @dataclass(eq=False)

@@ -35,11 +35,11 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from pipeline.ir.cluster import COLLECTIVES, Axis, Compute
-from pipeline.ir.graph import OpGraph
-from pipeline.ir.layout import Layout, State
-from pipeline.ir.program import GATHERED_ALONE, Convert, Step, Tensor
-from pipeline.rates.compute import Seconds
+from shardwright.pipeline.ir.cluster import COLLECTIVES, Axis, Compute
+from shardwright.pipeline.ir.graph import OpGraph
+from shardwright.pipeline.ir.layout import Layout, State
+from shardwright.pipeline.ir.program import GATHERED_ALONE, Convert, Step, Tensor
+from shardwright.pipeline.rates.compute import Seconds
 
 
 @dataclass(frozen=True)

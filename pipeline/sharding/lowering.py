@@ -25,13 +25,13 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 
-from pipeline.ir.cluster import Cluster
-from pipeline.ir.graph import Link, OpGraph, Role, Value
-from pipeline.ir.layout import B, Layout, P, R, replicated
-from pipeline.ir.plan import Sharding, path_name
-from pipeline.ir.program import Call, Convert, Program, Step, Tensor
-from pipeline.sharding.conversions import gathered_share
-from pipeline.sharding.paths import Paths
+from shardwright.pipeline.ir.cluster import Cluster
+from shardwright.pipeline.ir.graph import Link, OpGraph, Role, Value
+from shardwright.pipeline.ir.layout import B, Layout, P, R, replicated
+from shardwright.pipeline.ir.plan import Sharding, path_name
+from shardwright.pipeline.ir.program import Call, Convert, Program, Step, Tensor
+from shardwright.pipeline.sharding.conversions import gathered_share
+from shardwright.pipeline.sharding.paths import Paths
 
 
 def lower(graph: OpGraph, sharding: Sharding, micro_batches: int = 1, *, to_loss: bool = True) -> Program:

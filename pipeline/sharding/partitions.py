@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pipeline.ir.graph import OpGraph, Role
-from pipeline.ir.plan import Plan, Sharding
-from pipeline.sharding.lowering import home_layouts, written_layouts
-from pipeline.sharding.sharded import Sharded
+from shardwright.pipeline.ir.graph import OpGraph, Role
+from shardwright.pipeline.ir.plan import Plan, Sharding
+from shardwright.pipeline.sharding.lowering import home_layouts, written_layouts
+from shardwright.pipeline.sharding.sharded import Sharded
 
 
 def crossing(graph: OpGraph, cut: int) -> tuple[str, ...]:

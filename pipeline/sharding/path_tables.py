@@ -14,9 +14,9 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.base.kernel_cache import kernel
-from pipeline.ir.layout import Layout
-from pipeline.sharding.paths import FEMTO, WHOLE, Paths, Space, Spot, is_clear, spots_between, uneven_at
+from shardwright.pipeline.base.kernel_cache import kernel
+from shardwright.pipeline.ir.layout import Layout
+from shardwright.pipeline.sharding.paths import FEMTO, WHOLE, Paths, Space, Spot, is_clear, spots_between, uneven_at
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]

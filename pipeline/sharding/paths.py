@@ -20,10 +20,17 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 
-from pipeline.ir.cluster import Axis, Compute
-from pipeline.ir.layout import Layout, Place, S, State, at_places
-from pipeline.rates.compute import Seconds
-from pipeline.sharding.conversions import GATHERS, TABLE, conversion_of, entry_seconds, made_again, step_axis
+from shardwright.pipeline.ir.cluster import Axis, Compute
+from shardwright.pipeline.ir.layout import Layout, Place, S, State, at_places
+from shardwright.pipeline.rates.compute import Seconds
+from shardwright.pipeline.sharding.conversions import (
+    GATHERS,
+    TABLE,
+    conversion_of,
+    entry_seconds,
+    made_again,
+    step_axis,
+)
 
 WHOLE = ("R", "B", "P")
 FEMTO = 1e15  # costs are compared as whole femtoseconds: equal is equal, in whatever order the steps are added

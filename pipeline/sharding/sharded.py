@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from pipeline.ir.graph import OpGraph
-from pipeline.ir.layout import Layout
-from pipeline.ir.plan import Sharding, Strategy
-from pipeline.ir.program import Program, Tensor
-from pipeline.rates.compute import local_bytes
-from pipeline.sharding.lowering import home_layouts, lower, state_layouts
+from shardwright.pipeline.ir.graph import OpGraph
+from shardwright.pipeline.ir.layout import Layout
+from shardwright.pipeline.ir.plan import Sharding, Strategy
+from shardwright.pipeline.ir.program import Program, Tensor
+from shardwright.pipeline.rates.compute import local_bytes
+from shardwright.pipeline.sharding.lowering import home_layouts, lower, state_layouts
 
 
 @dataclass(frozen=True)

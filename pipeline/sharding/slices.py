@@ -15,10 +15,10 @@ from dataclasses import replace
 from fractions import Fraction
 from math import ceil
 
-from pipeline.ir.graph import Op, OpGraph, Role, TensorType
-from pipeline.ir.plan import Sharding
-from pipeline.ir.profile import Compiled, CompiledWay, OpCost, Profile
-from pipeline.sharding.lowering import home_layouts
+from shardwright.pipeline.ir.graph import Op, OpGraph, Role, TensorType
+from shardwright.pipeline.ir.plan import Sharding
+from shardwright.pipeline.ir.profile import Compiled, CompiledWay, OpCost, Profile
+from shardwright.pipeline.sharding.lowering import home_layouts
 
 HELD = ("saved", "saved_alone", "forward_peak", "backward_peak")  # bytes of a compiled block
 

@@ -19,7 +19,7 @@ from torch._C import DispatchKey, DispatchKeySet
 from torch.amp.autocast_mode import autocast
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pipeline.ops.autocast import KEYS, REFUSED, Policy, policy_of
+from shardwright.pipeline.ops.autocast import KEYS, REFUSED, Policy, policy_of
 
 LOW = torch.bfloat16
 RECURRENT = tuple(f"aten::{kind}.input" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu"))

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pipeline.base.errors import TraceError
-from pipeline.base.instantiate import TargetError, instantiate
-from pipeline.config import Config, Precision, TensorSpec
+from shardwright.pipeline.base.errors import TraceError
+from shardwright.pipeline.base.instantiate import TargetError, instantiate
+from shardwright.pipeline.config import Config, Precision, TensorSpec
 
 
 def fake_mode() -> FakeTensorMode:

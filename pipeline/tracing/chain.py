@@ -17,9 +17,9 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate
 
-from pipeline.ir.graph import Arg, Link, Op, OpGraph, Ref, Role, Value
-from pipeline.ops.table import rule_of
-from pipeline.tracing.lower import Ops, is_random
+from shardwright.pipeline.ir.graph import Arg, Link, Op, OpGraph, Ref, Role, Value
+from shardwright.pipeline.ops.table import rule_of
+from shardwright.pipeline.tracing.lower import Ops, is_random
 
 LONGEST_RESIDUAL = 6  # products in a row
 Shard = tuple[list[Op], str | None, str]  # the ops of a link, what it reads and what it writes

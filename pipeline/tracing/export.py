@@ -29,10 +29,10 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pipeline.base.errors import TraceError
-from pipeline.tracing.autocast import device_autocast
-from pipeline.tracing.source import Stack, origin
-from pipeline.user.loss import pick_loss
+from shardwright.pipeline.base.errors import TraceError
+from shardwright.pipeline.tracing.autocast import device_autocast
+from shardwright.pipeline.tracing.source import Stack, origin
+from shardwright.pipeline.user.loss import pick_loss
 
 
 class LossOnly(nn.Module):

@@ -19,14 +19,14 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._pytree import tree_leaves
 
-from pipeline.base.errors import TraceError
-from pipeline.ir.graph import Arg, Args, Op, Ref, Role, TensorType, Torch, Value
-from pipeline.ops.autocast import KEYS, policy_of
-from pipeline.ops.own_names import CONSTANT
-from pipeline.ops.table import table
-from pipeline.tracing.autocast import LOW
-from pipeline.tracing.mutation import Mutations
-from pipeline.tracing.source import op_line
+from shardwright.pipeline.base.errors import TraceError
+from shardwright.pipeline.ir.graph import Arg, Args, Op, Ref, Role, TensorType, Torch, Value
+from shardwright.pipeline.ops.autocast import KEYS, policy_of
+from shardwright.pipeline.ops.own_names import CONSTANT
+from shardwright.pipeline.ops.table import table
+from shardwright.pipeline.tracing.autocast import LOW
+from shardwright.pipeline.tracing.mutation import Mutations
+from shardwright.pipeline.tracing.source import op_line
 
 _PREFIX = "model."  # of LossOnly
 _ASSERTS = (

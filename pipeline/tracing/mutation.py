@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pipeline.base.errors import TraceError
-from pipeline.ir.graph import Arg, Args, Ref, TensorType
+from shardwright.pipeline.base.errors import TraceError
+from shardwright.pipeline.ir.graph import Arg, Args, Ref, TensorType
 
 Emit = Callable[[str, Args, TensorType, str], str]  # (target, arguments, type, name to follow) -> new value
 

@@ -16,9 +16,9 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from pipeline.ir.graph import Arg, Args, Op, Ref, Role, TensorType, Torch, Value
-from pipeline.ops.own_names import EMBEDDING_BAG
-from pipeline.tracing.lower import Ops, is_random, without_dead_ops
+from shardwright.pipeline.ir.graph import Arg, Args, Op, Ref, Role, TensorType, Torch, Value
+from shardwright.pipeline.ops.own_names import EMBEDDING_BAG
+from shardwright.pipeline.tracing.lower import Ops, is_random, without_dead_ops
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
 WHERE, EXPAND, CONTIGUOUS = "aten.where.ScalarOther", "aten.expand.default", "aten.contiguous.default"

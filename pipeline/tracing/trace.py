@@ -6,15 +6,15 @@ from collections.abc import Container
 from dataclasses import replace
 from math import gcd
 
-from pipeline.config import Config, NormStatistics, Precision, TensorSpec
-from pipeline.ir.graph import OpGraph
-from pipeline.ir.verify import verify_graph
-from pipeline.ops.families.norm import is_batch_norm_in_training
-from pipeline.tracing.build import build_model, fake_mode, sample_batch
-from pipeline.tracing.chain import find_chain
-from pipeline.tracing.export import export_loss
-from pipeline.tracing.lower import lower
-from pipeline.tracing.simplify import simplify
+from shardwright.pipeline.config import Config, NormStatistics, Precision, TensorSpec
+from shardwright.pipeline.ir.graph import OpGraph
+from shardwright.pipeline.ir.verify import verify_graph
+from shardwright.pipeline.ops.families.norm import is_batch_norm_in_training
+from shardwright.pipeline.tracing.build import build_model, fake_mode, sample_batch
+from shardwright.pipeline.tracing.chain import find_chain
+from shardwright.pipeline.tracing.export import export_loss
+from shardwright.pipeline.tracing.lower import lower
+from shardwright.pipeline.tracing.simplify import simplify
 
 
 def trace(config: Config, samples: int | None = None, stay: Container[str] = ()) -> OpGraph:

@@ -9,16 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.base.signals import dvc_above
+from shardwright.pipeline.base.signals import dvc_above
 
 SWEEP_TAG = "shardwright.sweep"
 SWEEP, POINT, ROOT = "SHARDWRIGHT_SWEEP", "SHARDWRIGHT_POINT", "SHARDWRIGHT_ROOT"
-LOCATORS = "pipeline.base.kernel_cache.OfTheProject,InTreeCacheLocator,UserWideCacheLocator"
+LOCATORS = "shardwright.pipeline.base.kernel_cache.OfTheProject,InTreeCacheLocator,UserWideCacheLocator"
 
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """Named by `python -m stages sweep` through the environment.
+    """Named by `shardwright sweep` through the environment.
 
     DVC runs each point in a copy of the project, which it then removes: records of a point belong into the project
     itself. The runs of a sweep are one set in MLflow: each has its name as a tag and lies below the run of the sweep.

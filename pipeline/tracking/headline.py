@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pipeline.base.artifacts import Artifact
-from pipeline.config import Config, TrainEngine
-from pipeline.ir.plan import Plan
+from shardwright.pipeline.base.artifacts import Artifact
+from shardwright.pipeline.config import Config, TrainEngine
+from shardwright.pipeline.ir.plan import Plan
 
 Figures = Mapping[str, float | int | str]
 

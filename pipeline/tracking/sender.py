@@ -17,10 +17,10 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from pipeline.tracking.execution import SWEEP_TAG
-from pipeline.tracking.headline import numbered
-from pipeline.tracking.spool import POINTS, Scalar, SendState, Spool, StageRecord
-from pipeline.tracking.store import Store
+from shardwright.pipeline.tracking.execution import SWEEP_TAG
+from shardwright.pipeline.tracking.headline import numbered
+from shardwright.pipeline.tracking.spool import POINTS, Scalar, SendState, Spool, StageRecord
+from shardwright.pipeline.tracking.store import Store
 
 PARAM_CHARS, TAG_CHARS, KEY_CHARS = 6000, 8000, 250
 BATCH = 500  # points that are sent, and noted as sent, together

@@ -28,8 +28,8 @@ from io import FileIO
 from pathlib import Path
 from typing import IO, Any
 
-from pipeline.base.files import whole_lines, write_atomic
-from pipeline.tracking.execution import file_name
+from shardwright.pipeline.base.files import whole_lines, write_atomic
+from shardwright.pipeline.tracking.execution import file_name
 
 VERSION = 2
 KEEP = 20  # executions that stay on disk after all of them has been sent

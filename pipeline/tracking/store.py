@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from pipeline.base.garbage import no_collection
-from pipeline.base.secrets import without_settings
-from pipeline.config import Tracking
+from shardwright.pipeline.base.garbage import no_collection
+from shardwright.pipeline.base.secrets import without_settings
+from shardwright.pipeline.config import Tracking
 
 CONNECT_S = 10.0
 CREATE_S = 120.0  # for an SQLite file on a slow disk: creating it is a hundred small transactions

@@ -18,12 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.errors import ShardwrightError
-from pipeline.config import Tracking
-from pipeline.tracking.execution import SweepPoint, current_point, execution_id
-from pipeline.tracking.sender import send
-from pipeline.tracking.spool import Spool, StageRecord, append, executions, prune
-from pipeline.tracking.store import CONNECT_S, Store, connect
+from shardwright.pipeline.base.errors import ShardwrightError
+from shardwright.pipeline.config import Tracking
+from shardwright.pipeline.tracking.execution import SweepPoint, current_point, execution_id
+from shardwright.pipeline.tracking.sender import send
+from shardwright.pipeline.tracking.spool import Spool, StageRecord, append, executions, prune
+from shardwright.pipeline.tracking.store import CONNECT_S, Store, connect
 
 RETRY_S = 600.0  # stages of an execution do not try a store again so soon after it failed
 LIVE_S = 2.0
@@ -130,7 +130,7 @@ class Tracker:
                 state = self._spool.state()
                 if not (quiet or state.warned):
                     uri = self._store.without_secrets(self._store.uri)
-                    later = "the work goes on, `python -m stages sync` sends the records later"
+                    later = "the work goes on, `shardwright sync` sends the records later"
                     self._warn("tracking: %s cannot be used (%s); %s", uri, why, later)
                 warned = state.warned or not quiet
                 self._spool.save(replace(state, warned=warned, retry_after=time.time() + RETRY_S))

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from pipeline.base.errors import TrainError
-from pipeline.ir.layout import Layout, Run
-from pipeline.runtime.context import step
-from pipeline.runtime.programs.collectives import local_shard
-from pipeline.runtime.programs.mesh import axis_of
-from pipeline.runtime.step.slices import Slices
+from shardwright.pipeline.base.errors import TrainError
+from shardwright.pipeline.ir.layout import Layout, Run
+from shardwright.pipeline.runtime.context import step
+from shardwright.pipeline.runtime.programs.collectives import local_shard
+from shardwright.pipeline.runtime.programs.mesh import axis_of
+from shardwright.pipeline.runtime.step.slices import Slices
 
 
 def sample_indices(start: int, count: int, length: int, shuffle: bool, seed: int) -> list[int]:

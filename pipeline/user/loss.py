@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pipeline.base.errors import TraceError
+from shardwright.pipeline.base.errors import TraceError
 
 
 def pick_loss(output: Any) -> Tensor:

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from pipeline.base.instantiate import TargetError, instantiate
+from shardwright.pipeline.base.instantiate import TargetError, instantiate
 
 ANOTHER = "name an optimizer whose step needs no closure, such as torch.optim.AdamW"
 

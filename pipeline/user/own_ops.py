@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pipeline.base.errors import ConfigError
-from pipeline.base.instantiate import locate
-from pipeline.config import Config
-from pipeline.ir.graph import OpGraph
-from pipeline.ops.dims import read_line
-from pipeline.ops.rule import plain_view
-from pipeline.ops.table import own_rules, register, rule_of, table
+from shardwright.pipeline.base.errors import ConfigError
+from shardwright.pipeline.base.instantiate import locate
+from shardwright.pipeline.config import Config
+from shardwright.pipeline.ir.graph import OpGraph
+from shardwright.pipeline.ops.dims import read_line
+from shardwright.pipeline.ops.rule import plain_view
+from shardwright.pipeline.ops.table import own_rules, register, rule_of, table
 
 _OURS = ("aten", "prims", "shardwright")
 

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pipeline.base.errors import ShardwrightError
-from pipeline.base.files import writing_whole
-from pipeline.ir.layout import Run
+from shardwright.pipeline.base.errors import ShardwrightError
+from shardwright.pipeline.base.files import writing_whole
+from shardwright.pipeline.ir.layout import Run
 
 Shape = tuple[int, ...]
 SHOWN = 3  # names that an error lists

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from pipeline.base.errors import SolveError
-from pipeline.ir.cluster import NO_HOST, Cluster
-from pipeline.ir.plan import Plan
+from shardwright.pipeline.base.errors import SolveError
+from shardwright.pipeline.ir.cluster import NO_HOST, Cluster
+from shardwright.pipeline.ir.plan import Plan
 
 GAIN = 0.02  # of the step, below which capturing does not pay for the memory that it makes unmovable
 

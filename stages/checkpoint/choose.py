@@ -5,30 +5,30 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
-from pipeline.base.errors import BudgetError, SolveError
-from pipeline.config import Checkpoint
-from pipeline.cost.chain_memory import loss_temporaries
-from pipeline.cost.resident import budget_of, gigabytes, resident_parts
-from pipeline.cost.step import Priced, StepPrice, Workload
-from pipeline.cost.step_lines import StepLines
-from pipeline.cost.traffic import lines_of
-from pipeline.ir.cluster import Cluster
-from pipeline.ir.graph import OpGraph
-from pipeline.ir.plan import Alternative, Frontier, Partition, Plan, Prediction, Region
-from pipeline.ir.profile import Profile
-from pipeline.sharding.partitions import restricted
-from stages.checkpoint import timeline
-from stages.checkpoint.describe import axes_in_words, passes_in_words, pipeline_in_words, recompute_in_words
-from stages.checkpoint.expected import Make, expected, with_basis
-from stages.checkpoint.offers import Offer, alternatives
-from stages.checkpoint.pipelines.pipelined import Pipelines, PricedPipeline, predict
-from stages.checkpoint.pipelines.search_inputs import PipelineFloor
-from stages.checkpoint.recompute import rotor, schedule
-from stages.checkpoint.recompute.chain import Chain, Slots
-from stages.checkpoint.recompute.linearize import Linear, linearize
-from stages.checkpoint.recompute.simulate import ExecutedOp, MemoryState, Outcome, simulate
-from stages.checkpoint.recompute.two_lines import played, runs_of
-from stages.checkpoint.user_choices import fixed_schedule, join_of
+from shardwright.pipeline.base.errors import BudgetError, SolveError
+from shardwright.pipeline.config import Checkpoint
+from shardwright.pipeline.cost.chain_memory import loss_temporaries
+from shardwright.pipeline.cost.resident import budget_of, gigabytes, resident_parts
+from shardwright.pipeline.cost.step import Priced, StepPrice, Workload
+from shardwright.pipeline.cost.step_lines import StepLines
+from shardwright.pipeline.cost.traffic import lines_of
+from shardwright.pipeline.ir.cluster import Cluster
+from shardwright.pipeline.ir.graph import OpGraph
+from shardwright.pipeline.ir.plan import Alternative, Frontier, Partition, Plan, Prediction, Region
+from shardwright.pipeline.ir.profile import Profile
+from shardwright.pipeline.sharding.partitions import restricted
+from shardwright.stages.checkpoint import timeline
+from shardwright.stages.checkpoint.describe import axes_in_words, passes_in_words, pipeline_in_words, recompute_in_words
+from shardwright.stages.checkpoint.expected import Make, expected, with_basis
+from shardwright.stages.checkpoint.offers import Offer, alternatives
+from shardwright.stages.checkpoint.pipelines.pipelined import Pipelines, PricedPipeline, predict
+from shardwright.stages.checkpoint.pipelines.search_inputs import PipelineFloor
+from shardwright.stages.checkpoint.recompute import rotor, schedule
+from shardwright.stages.checkpoint.recompute.chain import Chain, Slots
+from shardwright.stages.checkpoint.recompute.linearize import Linear, linearize
+from shardwright.stages.checkpoint.recompute.simulate import ExecutedOp, MemoryState, Outcome, simulate
+from shardwright.stages.checkpoint.recompute.two_lines import played, runs_of
+from shardwright.stages.checkpoint.user_choices import fixed_schedule, join_of
 
 
 @dataclass(frozen=True)

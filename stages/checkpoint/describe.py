@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from math import prod
 
-from pipeline.cost.corrected import basis_in_words
-from pipeline.ir.graph import OpGraph, Role
-from pipeline.ir.plan import Plan, Sharding
+from shardwright.pipeline.cost.corrected import basis_in_words
+from shardwright.pipeline.ir.graph import OpGraph, Role
+from shardwright.pipeline.ir.plan import Plan, Sharding
 
 Axes = tuple[tuple[str, int], ...]
 

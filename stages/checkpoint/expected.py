@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from pipeline.cost.corrected import as_measured, decisions_of, with_other
-from pipeline.ir.cluster import NO_HOST, Cluster
-from pipeline.ir.plan import Alternative, Plan, Prediction
-from stages.checkpoint.offers import Offer
+from shardwright.pipeline.cost.corrected import as_measured, decisions_of, with_other
+from shardwright.pipeline.ir.cluster import NO_HOST, Cluster
+from shardwright.pipeline.ir.plan import Alternative, Plan, Prediction
+from shardwright.stages.checkpoint.offers import Offer
 
 Make = Callable[[Prediction, tuple[Alternative, ...]], Plan]  # of an offer its plan
 

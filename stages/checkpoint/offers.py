@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from pipeline.cost.resident import gigabytes
-from pipeline.ir.plan import Alternative, Prediction
+from shardwright.pipeline.cost.resident import gigabytes
+from shardwright.pipeline.ir.plan import Alternative, Prediction
 
 MOST = 10  # alternatives that are kept
 TELLING = 0.05  # of the difference: parts of it that are smaller are not told

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pipeline.base.stage import Inputs, Result
-from pipeline.config import Config
-from pipeline.cost.whole_ops import figures_of, whole_ops_of
-from pipeline.ir.cluster import Cluster
-from pipeline.ir.plan import Plan
-from pipeline.ir.profile import as_run
-from pipeline.ir.verify import verify_sharding
-from pipeline.ops.discovery.remembered import remember_in
-from pipeline.ops.uneven import uneven_in
-from stages.checkpoint.captured import captured_or_not
-from stages.checkpoint.choose import choose
-from stages.checkpoint.describe import describe
-from stages.checkpoint.pipelines.pipelined import find_pipelines
-from stages.checkpoint.recompute.released import released
-from stages.checkpoint.unpipelined import find_alone
+from shardwright.pipeline.base.stage import Inputs, Result
+from shardwright.pipeline.config import Config
+from shardwright.pipeline.cost.whole_ops import figures_of, whole_ops_of
+from shardwright.pipeline.ir.cluster import Cluster
+from shardwright.pipeline.ir.plan import Plan
+from shardwright.pipeline.ir.profile import as_run
+from shardwright.pipeline.ir.verify import verify_sharding
+from shardwright.pipeline.ops.discovery.remembered import remember_in
+from shardwright.pipeline.ops.uneven import uneven_in
+from shardwright.stages.checkpoint.captured import captured_or_not
+from shardwright.stages.checkpoint.choose import choose
+from shardwright.stages.checkpoint.describe import describe
+from shardwright.stages.checkpoint.pipelines.pipelined import find_pipelines
+from shardwright.stages.checkpoint.recompute.released import released
+from shardwright.stages.checkpoint.unpipelined import find_alone
 
 
 def run(inputs: Inputs, config: Config) -> Result:

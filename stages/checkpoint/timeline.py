@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from pipeline.cost.step import StepPrice
-from pipeline.cost.step_lines import StepLines
-from pipeline.ir.plan import Event, Timeline, Total
-from stages.checkpoint.pipelines.refine import PipelinePlan
-from stages.checkpoint.recompute.linearize import Linear
-from stages.checkpoint.recompute.schedule import OpKind
-from stages.checkpoint.recompute.simulate import Outcome
+from shardwright.pipeline.cost.step import StepPrice
+from shardwright.pipeline.cost.step_lines import StepLines
+from shardwright.pipeline.ir.plan import Event, Timeline, Total
+from shardwright.stages.checkpoint.pipelines.refine import PipelinePlan
+from shardwright.stages.checkpoint.recompute.linearize import Linear
+from shardwright.stages.checkpoint.recompute.schedule import OpKind
+from shardwright.stages.checkpoint.recompute.simulate import Outcome
 
 MOST_EVENTS = 2000
 PHASES = {"F": "forward", "B": "backward", "W": "weight gradients"}

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from pipeline.base.errors import SolveError
-from pipeline.config import Checkpoint, Pipeline, Recompute
-from pipeline.ir.cluster import Cluster
-from pipeline.ir.graph import OpGraph
-from pipeline.ir.plan import Frontier
-from pipeline.ir.profile import Profile
-from pipeline.sharding.slices import fits, sliced, slices_of
-from stages.checkpoint.choose import Candidate, evaluate
-from stages.checkpoint.pipelines.pipelined import may_stand_alone, slice_counts
+from shardwright.pipeline.base.errors import SolveError
+from shardwright.pipeline.config import Checkpoint, Pipeline, Recompute
+from shardwright.pipeline.ir.cluster import Cluster
+from shardwright.pipeline.ir.graph import OpGraph
+from shardwright.pipeline.ir.plan import Frontier
+from shardwright.pipeline.ir.profile import Profile
+from shardwright.pipeline.sharding.slices import fits, sliced, slices_of
+from shardwright.stages.checkpoint.choose import Candidate, evaluate
+from shardwright.stages.checkpoint.pipelines.pipelined import may_stand_alone, slice_counts
 
 
 def find_alone(

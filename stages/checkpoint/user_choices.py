@@ -5,13 +5,20 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
-from pipeline.base.errors import SolveError
-from pipeline.config import Checkpoint, Recompute
-from pipeline.cost.groups import Join
-from pipeline.ir.graph import OpGraph
-from stages.checkpoint.recompute.chain import Chain
-from stages.checkpoint.recompute.in_flight import drop_all, keep_all
-from stages.checkpoint.recompute.schedule import Keep, Nesting, Schedule, full_recompute, no_recompute, scheduled
+from shardwright.pipeline.base.errors import SolveError
+from shardwright.pipeline.config import Checkpoint, Recompute
+from shardwright.pipeline.cost.groups import Join
+from shardwright.pipeline.ir.graph import OpGraph
+from shardwright.stages.checkpoint.recompute.chain import Chain
+from shardwright.stages.checkpoint.recompute.in_flight import drop_all, keep_all
+from shardwright.stages.checkpoint.recompute.schedule import (
+    Keep,
+    Nesting,
+    Schedule,
+    full_recompute,
+    no_recompute,
+    scheduled,
+)
 
 Span = tuple[int, int]  # first and last link
 SHOWN = 3  # names in a message

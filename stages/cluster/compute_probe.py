@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from pipeline.rates.compute import optimizer_bytes
-from pipeline.runtime.programs.local_ops import batch_norm
-from pipeline.runtime.programs.mesh import set_meshes
-from stages.cluster.host_probe import measure_host
-from stages.cluster.timing import Clock, Work, slowest
+from shardwright.pipeline.rates.compute import optimizer_bytes
+from shardwright.pipeline.runtime.programs.local_ops import batch_norm
+from shardwright.pipeline.runtime.programs.mesh import set_meshes
+from shardwright.stages.cluster.host_probe import measure_host
+from shardwright.stages.cluster.timing import Clock, Work, slowest
 
 SIDES = {"cpu": (32, 64, 128, 256, 384), "cuda": (128, 512, 1024, 2048, 4096)}
 HALF_SIDES = {"cpu": (64, 128, 256), "cuda": (128, 512, 1024, 2048, 4096, 8192)}

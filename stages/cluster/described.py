@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from itertools import accumulate
 
-from pipeline.config import ClusterSettings as Settings
-from pipeline.config import Device
-from pipeline.ir.cluster import Cluster, Compute, Curve, Group, Host, HostPace, Measured, Overlap, paced
-from stages.cluster.meshes import FASTEST, candidate_meshes, candidate_splits
-from stages.cluster.topology import device_order, find_groups, with_uplinks
+from shardwright.pipeline.config import ClusterSettings as Settings
+from shardwright.pipeline.config import Device
+from shardwright.pipeline.ir.cluster import Cluster, Compute, Curve, Group, Host, HostPace, Measured, Overlap, paced
+from shardwright.stages.cluster.meshes import FASTEST, candidate_meshes, candidate_splits
+from shardwright.stages.cluster.topology import device_order, find_groups, with_uplinks
 
 WORKSPACE = 2 << 25  # bytes that torch gives cuBLAS on a Hopper GPU, forward and backward; on older ones it is less
 HIDDEN = 0.8  # kernels beside collectives take 1.19 times as long, on A100s and H100s (arXiv 2507.03114): 2 - 1.19

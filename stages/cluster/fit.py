@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from itertools import accumulate
 
-from pipeline.ir.cluster import COLLECTIVES, HostPace, LinkCost
-from stages.cluster.meshes import NOTHING
+from shardwright.pipeline.ir.cluster import COLLECTIVES, HostPace, LinkCost
+from shardwright.stages.cluster.meshes import NOTHING
 
 OUTLIER = 5.0  # times the median distance from the median
 RISEN = 3.0  # times the seconds of the smallest message: where the bandwidth begins to show

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stages.cluster.timing import Clock, slowest
+from shardwright.stages.cluster.timing import Clock, slowest
 
 T = TypeVar("T")
 ROWS, WIDTH, ROUNDS = 16, 64, 12

@@ -1,17 +1,19 @@
-"""Another host of the probe: `python -m stages.cluster.join FIRST:PORT --host NAME`, NAME as in `probe.hosts`."""
+"""Another host, NAME in `probe.hosts`: `python -m shardwright.stages.cluster.join FIRST:PORT --host NAME`."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-from pipeline.launch.launch import LaunchNode, run_ranks
-from pipeline.launch.work_folder import LaunchFailed
-from stages.cluster.meeting import Arrival, Guest
+from shardwright.pipeline.launch.launch import LaunchNode, run_ranks
+from shardwright.pipeline.launch.work_folder import LaunchFailed
+from shardwright.stages.cluster.meeting import Arrival, Guest
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m stages.cluster.join", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m shardwright.stages.cluster.join", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("first", metavar="FIRST:PORT", help="the first host of `probe.hosts`, and `probe.port`")
     parser.add_argument("--host", required=True, help="this host, as `probe.hosts` calls it")
     parser.add_argument("--devices", type=int, default=1, help="number of devices (on CPU: processes)")
@@ -32,7 +34,7 @@ def take_part(guest: Guest, devices: int, wait: float) -> None:
     job = {**word["job"], "host": guest.host}
     node = LaunchNode(word["nodes"], word["hosts"].index(guest.host), *word["torchrun"])
     try:
-        run_ranks("stages.cluster.probe", job, devices, job["timeout_s"], guest.listen, node)
+        run_ranks("shardwright.stages.cluster.probe", job, devices, job["timeout_s"], guest.listen, node)
     except LaunchFailed as error:
         guest.failed(str(error))
         raise

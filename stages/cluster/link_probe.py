@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from pipeline.ir.cluster import SEND
-from pipeline.runtime.programs.collectives import all_gather_into, own_sum
-from pipeline.runtime.programs.mesh import MeshAxis
-from stages.cluster.fit import reduce_times
-from stages.cluster.rounds import SMALLEST, Round, ends_first
-from stages.cluster.timing import Clock, slowest
+from shardwright.pipeline.ir.cluster import SEND
+from shardwright.pipeline.runtime.programs.collectives import all_gather_into, own_sum
+from shardwright.pipeline.runtime.programs.mesh import MeshAxis
+from shardwright.stages.cluster.fit import reduce_times
+from shardwright.stages.cluster.rounds import SMALLEST, Round, ends_first
+from shardwright.stages.cluster.timing import Clock, slowest
 
 FEWEST_SIZES = 3
 PAIR_MESSAGE = 1 << 16  # bytes of the first large message of a pair

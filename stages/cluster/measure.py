@@ -9,16 +9,28 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from pipeline.base.errors import ClusterError
-from pipeline.base.log import Log
-from pipeline.config import ClusterSettings as Settings
-from pipeline.config import Device
-from pipeline.ir.cluster import LATER, Cluster, Compute, Curve, Host, HostPace, LinkCost, Measured, Mesh, Overlap, Pace
-from pipeline.launch.launch import LaunchNode, run_ranks
-from pipeline.launch.work_folder import LaunchFailed
-from stages.cluster.fit import fit_errors, fit_links, host_pace, in_a_step, least_squares_line, link_beyond
-from stages.cluster.meshes import candidate_meshes, candidate_splits
-from stages.cluster.topology import common_group, device_order, find_groups, pair_matrices, with_uplinks
+from shardwright.pipeline.base.errors import ClusterError
+from shardwright.pipeline.base.log import Log
+from shardwright.pipeline.config import ClusterSettings as Settings
+from shardwright.pipeline.config import Device
+from shardwright.pipeline.ir.cluster import (
+    LATER,
+    Cluster,
+    Compute,
+    Curve,
+    Host,
+    HostPace,
+    LinkCost,
+    Measured,
+    Mesh,
+    Overlap,
+    Pace,
+)
+from shardwright.pipeline.launch.launch import LaunchNode, run_ranks
+from shardwright.pipeline.launch.work_folder import LaunchFailed
+from shardwright.stages.cluster.fit import fit_errors, fit_links, host_pace, in_a_step, least_squares_line, link_beyond
+from shardwright.stages.cluster.meshes import candidate_meshes, candidate_splits
+from shardwright.stages.cluster.topology import common_group, device_order, find_groups, pair_matrices, with_uplinks
 
 TWO = 2  # processes are measured on any machine, also on one core: the smallest plan there is
 Fitted = dict[tuple[int, int], dict[str, LinkCost]]  # links by stride and size of an axis
@@ -60,14 +72,14 @@ def cores() -> int:
 
 def run_probe(settings: Settings, log: Log) -> dict[str, Any]:
     """What the ranks measured, as plain values."""
-    from stages.cluster.meeting import Arrival, Meeting
+    from shardwright.stages.cluster.meeting import Arrival, Meeting
 
     probe = settings.probe
     names = tuple(probe.hosts or [socket.gethostname()])
     meeting = Meeting(Arrival(names[0], settings.devices), names[1:], probe.port)
     if names[1:]:
-        join = f"python -m stages.cluster.join {names[0]}:{probe.port} --host NAME --devices {settings.devices}"
-        log.info("waiting for %s; on each: %s", ", ".join(names[1:]), join)
+        join = f"shardwright.stages.cluster.join {names[0]}:{probe.port} --host NAME --devices {settings.devices}"
+        log.info("waiting for %s; on each: python -m %s", ", ".join(names[1:]), join)
     arrived = meeting.gather(probe.join_s)
     job = {
         "device": settings.device.value,
@@ -82,7 +94,9 @@ def run_probe(settings: Settings, log: Log) -> dict[str, Any]:
     log.info("measuring %d ranks on %d hosts", sum(a.devices for a in arrived), len(names))
     meeting.start({"job": job, "nodes": len(names), "hosts": names, "torchrun": (names[0], probe.port + 1)})
     try:
-        found = run_ranks("stages.cluster.probe", job, settings.devices, probe.timeout_s, meeting.listen, node)
+        found = run_ranks(
+            "shardwright.stages.cluster.probe", job, settings.devices, probe.timeout_s, meeting.listen, node
+        )
     except LaunchFailed as error:
         reason = LaunchFailed(meeting.explain(str(error)))
         reason.log = error.log

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-from pipeline.base.artifacts import KINDS
-from pipeline.launch.work_folder import LaunchFailed
+from shardwright.pipeline.base.artifacts import KINDS
+from shardwright.pipeline.launch.work_folder import LaunchFailed
 
 BEAT_S = 1.0
 STOP_S = 5.0  # that a rank which is through waits for its last beat

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import ceil, log2, prod
 
-from pipeline.ir.cluster import COLLECTIVES, SEND, Axis, Group, LinkCost, Mesh, Split
+from shardwright.pipeline.ir.cluster import COLLECTIVES, SEND, Axis, Group, LinkCost, Mesh, Split
 
 FASTEST = 1e15  # bytes/s that stand for "costs nothing": a device to itself
 NOTHING = LinkCost(0.0, FASTEST)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from io import BytesIO
 from typing import Any
 
-from pipeline.ir.cluster import COLLECTIVES, SEND, Cluster, Group
+from shardwright.pipeline.ir.cluster import COLLECTIVES, SEND, Cluster, Group
 
 LEAST_LABELLED, WIDE = 0.06, 0.25  # shares of the picture's width
 MOST_BOXES = 64  # devices drawn one by one; larger groups are drawn as one box

@@ -1,4 +1,4 @@
-"""What one rank measures, with all ranks at work at once: `python -m stages.cluster.probe WORK` under torchrun.
+"""What one rank measures while all are at work: `python -m shardwright.stages.cluster.probe WORK` under torchrun.
 
 WORK/job.json says what to do and WORK/result.json is what was found. It needs torch alone, so that it can be started by
 hand on a machine that has nothing else (docs/clusters.md).
@@ -19,17 +19,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipeline.ir.cluster import LinkCost
-from pipeline.launch.rank import end_after_cause, follow_parent, report_error, write_result
-from pipeline.launch.rendezvous import init_process_group
-from pipeline.runtime.step.memory import keep_freed_memory
-from stages.cluster.compute_probe import measure_compute
-from stages.cluster.link_probe import axis_groups, measure_axis, measure_crossing, measure_overlap, measure_pairs
-from stages.cluster.meeting import Voice
-from stages.cluster.meshes import candidate_meshes
-from stages.cluster.rounds import crossing_pairs, farthest, pair_rounds
-from stages.cluster.timing import Clock
-from stages.cluster.topology import device_order, find_groups, pair_matrices
+from shardwright.pipeline.ir.cluster import LinkCost
+from shardwright.pipeline.launch.rank import end_after_cause, follow_parent, report_error, write_result
+from shardwright.pipeline.launch.rendezvous import init_process_group
+from shardwright.pipeline.runtime.step.memory import keep_freed_memory
+from shardwright.stages.cluster.compute_probe import measure_compute
+from shardwright.stages.cluster.link_probe import (
+    axis_groups,
+    measure_axis,
+    measure_crossing,
+    measure_overlap,
+    measure_pairs,
+)
+from shardwright.stages.cluster.meeting import Voice
+from shardwright.stages.cluster.meshes import candidate_meshes
+from shardwright.stages.cluster.rounds import crossing_pairs, farthest, pair_rounds
+from shardwright.stages.cluster.timing import Clock
+from shardwright.stages.cluster.topology import device_order, find_groups, pair_matrices
 
 Links = dict[str, LinkCost]
 

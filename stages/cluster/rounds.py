@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
-from pipeline.ir.cluster import LinkCost
+from shardwright.pipeline.ir.cluster import LinkCost
 
 ALL_PAIRS = 16
 SMALLEST = 1024  # bytes

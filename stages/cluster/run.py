@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from pipeline.base.files import write_atomic
-from pipeline.base.stage import Inputs, Result
-from pipeline.config import ClusterSource, Config
-from pipeline.ir.cluster import Cluster
-from stages.cluster.described import from_preset, simulate
-from stages.cluster.measure import measure
-from stages.cluster.picture import draw
-from stages.cluster.topology import partition_of
+from shardwright.pipeline.base.files import write_atomic
+from shardwright.pipeline.base.stage import Inputs, Result
+from shardwright.pipeline.config import ClusterSource, Config
+from shardwright.pipeline.ir.cluster import Cluster
+from shardwright.stages.cluster.described import from_preset, simulate
+from shardwright.stages.cluster.measure import measure
+from shardwright.stages.cluster.picture import draw
+from shardwright.stages.cluster.topology import partition_of
 
 PICTURE = "runs/cluster/topology.png"
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from stages.cluster.fit import reduce_times
+from shardwright.stages.cluster.fit import reduce_times
 
 MOST = 8  # times as many repeats as asked for
 

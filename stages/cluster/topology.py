@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from statistics import median
 
-from pipeline.ir.cluster import Group
-from stages.cluster.meshes import FASTEST
+from shardwright.pipeline.ir.cluster import Group
+from shardwright.stages.cluster.meshes import FASTEST
 
 Matrix = Sequence[Sequence[float | None]]  # by rank and rank; None was not measured
 

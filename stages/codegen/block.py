@@ -8,16 +8,16 @@ from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
-from pipeline import runtime_names
-from pipeline.ir.graph import Arg, Op, OpGraph, Ref, Role, Torch
-from pipeline.ir.layout import replicated
-from pipeline.ir.names import is_name, printable
-from pipeline.ir.plan import Sharding, path_name
-from pipeline.ir.program import Call, Convert, Step, Tensor
-from pipeline.ops.public import public_call
-from pipeline.ops.rule import Rendered, plain_view
-from pipeline.ops.table import rule_of
-from pipeline.sharding.conversions import (
+from shardwright.pipeline import runtime_names
+from shardwright.pipeline.ir.graph import Arg, Op, OpGraph, Ref, Role, Torch
+from shardwright.pipeline.ir.layout import replicated
+from shardwright.pipeline.ir.names import is_name, printable
+from shardwright.pipeline.ir.plan import Sharding, path_name
+from shardwright.pipeline.ir.program import Call, Convert, Step, Tensor
+from shardwright.pipeline.ops.public import public_call
+from shardwright.pipeline.ops.rule import Rendered, plain_view
+from shardwright.pipeline.ops.table import rule_of
+from shardwright.pipeline.sharding.conversions import (
     REGATHER,
     TABLE,
     conversion_of,
@@ -26,7 +26,7 @@ from pipeline.sharding.conversions import (
     step_arguments,
     step_axis,
 )
-from stages.codegen.text import LINE, quoted, without_literals
+from shardwright.stages.codegen.text import LINE, quoted, without_literals
 
 RESERVED = {"F", "complex", "float", "p", "self", "torch", "x", "DEVICE", *runtime_names.NAMES}
 _SUFFIX = str.maketrans({",": "_", ":": "x", "'": "p", "(": "", ")": ""})  # `s0_s1x3_s0p` for S(0),S(1:3),S(0)'

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from math import isclose, prod
 
-from pipeline.ir.graph import Arg, Op, OpGraph, Ref
-from pipeline.ops.families.loss import SUM
-from pipeline.ops.public import overload_of
+from shardwright.pipeline.ir.graph import Arg, Op, OpGraph, Ref
+from shardwright.pipeline.ops.families.loss import SUM
+from shardwright.pipeline.ops.public import overload_of
 
 Powers = frozenset[int]  # of the terms of a value; none: not known
 STAYS: Powers = frozenset({0})

@@ -7,13 +7,13 @@ import string
 from collections import Counter
 from collections.abc import Iterator
 
-from pipeline.ir.graph import OpGraph
-from pipeline.ir.names import pattern, ranges
-from pipeline.ir.plan import Plan
-from pipeline.sharding.partitions import sharded_parts
-from stages.codegen.block import RESERVED, FunctionBody, free_name, statement
-from stages.codegen.part import ProgramPart, Written, class_text, write_part
-from stages.codegen.text import LINE, one_or_many, quoted
+from shardwright.pipeline.ir.graph import OpGraph
+from shardwright.pipeline.ir.names import pattern, ranges
+from shardwright.pipeline.ir.plan import Plan
+from shardwright.pipeline.sharding.partitions import sharded_parts
+from shardwright.stages.codegen.block import RESERVED, FunctionBody, free_name, statement
+from shardwright.stages.codegen.part import ProgramPart, Written, class_text, write_part
+from shardwright.stages.codegen.text import LINE, one_or_many, quoted
 
 GLOBALS = {  # what else a module has by name
     *("Program", "Tensor", "ONEDNN", "CUDA_GRAPHS", "MESH", "MICRO_BATCHES", "SLICES", "INPUTS", "PARAMETERS"),
@@ -83,9 +83,9 @@ def _letters(number: int) -> str:
 
 def imports(texts: list[str], used: set[str]) -> str:
     functions = "import torch.nn.functional as F\n" if any(re.search(r"\bF\.", text) for text in texts) else ""
-    runtime = f"\nfrom pipeline.runtime import {', '.join(sorted(used))}\n"
+    runtime = f"\nfrom shardwright.pipeline.runtime import {', '.join(sorted(used))}\n"
     if len(runtime) - 2 > LINE:
-        runtime = "\n" + one_or_many("from pipeline.runtime import (", sorted(used), ")") + "\n"
+        runtime = "\n" + one_or_many("from shardwright.pipeline.runtime import (", sorted(used), ")") + "\n"
     return f"import torch\n{functions}from torch import Tensor\n{runtime if used else ''}"
 
 
@@ -122,7 +122,7 @@ def _header(part: ProgramPart, plan: Plan, imported: str, digest: str) -> str:
 Each line's layout stands behind it with the shape of one rank's shard: R replicated, B replicated with a partial
 gradient, S(d) split on dim d, P partial sums. `del` lets go of what backward does not need, `kept` is not computed
 again in a recompute region. Write it again with `dvc repro codegen`; to train with your own edits, set
-`accept_edited_module: true` in your conf/train file and run `python -m stages train`.
+`accept_edited_module: true` in your conf/train file and run `shardwright train`.
 """
 
 from __future__ import annotations

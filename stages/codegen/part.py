@@ -7,14 +7,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, takewhile
 
-from pipeline.ir.graph import OpGraph, Role
-from pipeline.ir.names import is_name, printable
-from pipeline.ir.plan import Region
-from pipeline.ir.program import Call, Tensor
-from pipeline.ops.blocks import convolves, relus_between
-from pipeline.sharding.sharded import Sharded
-from stages.codegen.block import RESERVED, BlockWriter, FunctionBody, Outside, free_name, returned, statement
-from stages.codegen.text import one_or_many, quoted
+from shardwright.pipeline.ir.graph import OpGraph, Role
+from shardwright.pipeline.ir.names import is_name, printable
+from shardwright.pipeline.ir.plan import Region
+from shardwright.pipeline.ir.program import Call, Tensor
+from shardwright.pipeline.ops.blocks import convolves, relus_between
+from shardwright.pipeline.sharding.sharded import Sharded
+from shardwright.stages.codegen.block import (
+    RESERVED,
+    BlockWriter,
+    FunctionBody,
+    Outside,
+    free_name,
+    returned,
+    statement,
+)
+from shardwright.stages.codegen.text import one_or_many, quoted
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ from dataclasses import replace
 from math import prod
 from textwrap import dedent
 
-from pipeline.ir.graph import OpGraph, Role, Value
-from pipeline.ir.layout import Layout
-from pipeline.ir.names import ranges
-from pipeline.ir.plan import Plan, Region
-from pipeline.sharding.partitions import crossing, sharded_parts
-from stages.codegen.block import RESERVED
-from stages.codegen.module import (
+from shardwright.pipeline.ir.graph import OpGraph, Role, Value
+from shardwright.pipeline.ir.layout import Layout
+from shardwright.pipeline.ir.names import ranges
+from shardwright.pipeline.ir.plan import Plan, Region
+from shardwright.pipeline.sharding.partitions import crossing, sharded_parts
+from shardwright.stages.codegen.block import RESERVED
+from shardwright.stages.codegen.module import (
     functions_of,
     imports,
     parameter_rows,
@@ -27,8 +27,8 @@ from stages.codegen.module import (
     told_norms,
     told_slices,
 )
-from stages.codegen.part import ProgramPart, Written, class_text, common_names, forward_text, write_part
-from stages.codegen.text import one_or_many, quoted
+from shardwright.stages.codegen.part import ProgramPart, Written, class_text, common_names, forward_text, write_part
+from shardwright.stages.codegen.text import one_or_many, quoted
 
 
 def write_partitions(graph: OpGraph, plan: Plan, digest: str = "", smaller: OpGraph | None = None) -> str:

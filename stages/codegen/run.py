@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from pipeline.base.errors import CodegenError
-from pipeline.base.stage import Inputs, Result
-from pipeline.config import Config
-from pipeline.ir.graph import OpGraph
-from pipeline.ir.plan import Plan
-from pipeline.ir.verify import verify_sharding
-from pipeline.ops.uneven import uneven_in
-from pipeline.sharding.partitions import part_of
-from stages.codegen.module import write_module
-from stages.codegen.partitions import write_partitions
+from shardwright.pipeline.base.errors import CodegenError
+from shardwright.pipeline.base.stage import Inputs, Result
+from shardwright.pipeline.config import Config
+from shardwright.pipeline.ir.graph import OpGraph
+from shardwright.pipeline.ir.plan import Plan
+from shardwright.pipeline.ir.verify import verify_sharding
+from shardwright.pipeline.ops.uneven import uneven_in
+from shardwright.pipeline.sharding.partitions import part_of
+from shardwright.stages.codegen.module import write_module
+from shardwright.stages.codegen.partitions import write_partitions
 
 
 def run(inputs: Inputs, config: Config) -> Result:
@@ -24,7 +24,7 @@ def write_program(graph: OpGraph, plan: Plan, config: Config, digest: str = "") 
     """The text, and the graphs that it is of: where it cuts passes into slices, those of its slices."""
     smaller: list[OpGraph] = []
     if len(plan.slices) > 1:
-        from stages.codegen.slices import graphs_of_slices  # traces again: torch is slow to import
+        from shardwright.stages.codegen.slices import graphs_of_slices  # traces again: torch is slow to import
 
         graph, *smaller = graphs_of_slices(graph, plan, config)
     if not plan.pipelined:

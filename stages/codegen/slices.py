@@ -12,17 +12,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import zip_longest
 
-from pipeline.base.errors import SolveError, TraceError
-from pipeline.config import Config
-from pipeline.ir.graph import Arg, Args, Op, OpGraph, Ref
-from pipeline.ir.plan import Plan
-from pipeline.ir.verify import InvalidSharding, verify_sharding
-from pipeline.ops.uneven import uneven_in
-from pipeline.sharding.partitions import part_of
-from pipeline.tracing.chain import find_chain
-from pipeline.tracing.lower import Ops
-from pipeline.tracing.trace import trace
-from stages.codegen.growth import STAYS, UNKNOWN, loss_growth
+from shardwright.pipeline.base.errors import SolveError, TraceError
+from shardwright.pipeline.config import Config
+from shardwright.pipeline.ir.graph import Arg, Args, Op, OpGraph, Ref
+from shardwright.pipeline.ir.plan import Plan
+from shardwright.pipeline.ir.verify import InvalidSharding, verify_sharding
+from shardwright.pipeline.ops.uneven import uneven_in
+from shardwright.pipeline.sharding.partitions import part_of
+from shardwright.pipeline.tracing.chain import find_chain
+from shardwright.pipeline.tracing.lower import Ops
+from shardwright.pipeline.tracing.trace import trace
+from shardwright.stages.codegen.growth import STAYS, UNKNOWN, loss_growth
 
 CONTIGUOUS = "aten.contiguous.default"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from pipeline.ir.names import printable
+from shardwright.pipeline.ir.names import printable
 
 LINE = 120  # the longest that the text has
 _LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"')

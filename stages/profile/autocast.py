@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pipeline.ops.autocast import Policy, policy_of
-from stages.profile import recurrent
+from shardwright.pipeline.ops.autocast import Policy, policy_of
+from shardwright.stages.profile import recurrent
 
 
 class Autocast:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pipeline.ir.graph import OpGraph, Role
-from pipeline.ir.profile import OpCost, Profile
-from pipeline.ops.mesh import view_op
-from pipeline.ops.rule import OpRule, OpView
-from pipeline.ops.table import rule_of
+from shardwright.pipeline.ir.graph import OpGraph, Role
+from shardwright.pipeline.ir.profile import OpCost, Profile
+from shardwright.pipeline.ops.mesh import view_op
+from shardwright.pipeline.ops.rule import OpRule, OpView
+from shardwright.pipeline.ops.table import rule_of
 
 Order = tuple[int, ...] | None  # the dims of a tensor, outermost in memory first; None is some other order
 IN_ORDER: Order = ()

@@ -20,16 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import pipeline.ops.own  # noqa: F401  -- blocks may call them
-from pipeline.base.garbage import no_collection
-from pipeline.ir.graph import Arg, OpGraph, Ref, Role, Torch
-from pipeline.ir.profile import Compiled, CompiledBlock, CompiledWay
-from pipeline.ops.blocks import blocks_of, convolves, relus_between
-from pipeline.runtime.compiler.compiled import compiled
-from pipeline.runtime.programs.autocast import without_autocast
-from pipeline.runtime.step.memory import allocate_exactly
-from stages.profile.link import LinkEnds, link_ends
-from stages.profile.step import ends_of
+import shardwright.pipeline.ops.own  # noqa: F401  -- blocks may call them
+from shardwright.pipeline.base.garbage import no_collection
+from shardwright.pipeline.ir.graph import Arg, OpGraph, Ref, Role, Torch
+from shardwright.pipeline.ir.profile import Compiled, CompiledBlock, CompiledWay
+from shardwright.pipeline.ops.blocks import blocks_of, convolves, relus_between
+from shardwright.pipeline.runtime.compiler.compiled import compiled
+from shardwright.pipeline.runtime.programs.autocast import without_autocast
+from shardwright.pipeline.runtime.step.memory import allocate_exactly
+from shardwright.stages.profile.link import LinkEnds, link_ends
+from shardwright.stages.profile.step import ends_of
 
 Measured = tuple[CompiledWay, tuple[Tensor, ...]]  # and what left the block
 KEEPS = (1.0, 0.9, 0.0)  # parts of what a block would keep for backward, chosen by torch

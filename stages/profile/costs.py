@@ -6,11 +6,11 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
-from pipeline.ir.graph import OpGraph
-from pipeline.ir.profile import Held, Joined, Kernel, Kernels, LinkKernels, OpCost
-from stages.profile.link import LinkRun, ops_by_run
-from stages.profile.step import StepProfile
-from stages.profile.symbolic import Storage
+from shardwright.pipeline.ir.graph import OpGraph
+from shardwright.pipeline.ir.profile import Held, Joined, Kernel, Kernels, LinkKernels, OpCost
+from shardwright.stages.profile.link import LinkRun, ops_by_run
+from shardwright.stages.profile.step import StepProfile
+from shardwright.stages.profile.symbolic import Storage
 
 
 def op_costs(graph: OpGraph, step: StepProfile) -> dict[str, OpCost]:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.ir.cluster import HALF
-from pipeline.ir.profile import Kernel
-from stages.profile.recurrent import keeps_on_cpu, keeps_on_cuda, lowered
+from shardwright.pipeline.ir.cluster import HALF
+from shardwright.pipeline.ir.profile import Kernel
+from shardwright.stages.profile.recurrent import keeps_on_cpu, keeps_on_cuda, lowered
 
 aten = torch.ops.aten
 PADDED = 8  # channels

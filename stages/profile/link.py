@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.ir.graph import Arg, Op, OpGraph, Ref, Role, Torch
-from pipeline.ir.profile import Kernel
-from pipeline.ops.own_names import CONSTANT
-from pipeline.ops.public import overload_of
-from pipeline.ops.table import rule_of
-from stages.profile.autocast import Autocast
-from stages.profile.device import LOWERED, workspace_bytes
-from stages.profile.symbolic import Storage, Watch, storage_key
+from shardwright.pipeline.ir.graph import Arg, Op, OpGraph, Ref, Role, Torch
+from shardwright.pipeline.ir.profile import Kernel
+from shardwright.pipeline.ops.own_names import CONSTANT
+from shardwright.pipeline.ops.public import overload_of
+from shardwright.pipeline.ops.table import rule_of
+from shardwright.stages.profile.autocast import Autocast
+from shardwright.stages.profile.device import LOWERED, workspace_bytes
+from shardwright.stages.profile.symbolic import Storage, Watch, storage_key
 
 
 @dataclass(frozen=True)

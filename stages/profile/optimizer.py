@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pipeline.ir.graph import TensorType
-from pipeline.ir.profile import Kernel
-from pipeline.rates.kernels import OPTIMIZERS
-from pipeline.user.optimizer import try_optimizer
-from stages.profile.symbolic import Storage, Watch, rounded
+from shardwright.pipeline.ir.graph import TensorType
+from shardwright.pipeline.ir.profile import Kernel
+from shardwright.pipeline.rates.kernels import OPTIMIZERS
+from shardwright.pipeline.user.optimizer import try_optimizer
+from shardwright.stages.profile.symbolic import Storage, Watch, rounded
 
 Build = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 

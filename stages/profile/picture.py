@@ -7,12 +7,12 @@ from collections import Counter
 from io import BytesIO
 from typing import Any
 
-from pipeline.ir.graph import OpGraph
-from pipeline.ir.names import printable
-from pipeline.ir.profile import Share, Step
-from stages.profile.link import ops_by_run
-from stages.profile.step import StepProfile
-from stages.profile.timeline import CLASSES
+from shardwright.pipeline.ir.graph import OpGraph
+from shardwright.pipeline.ir.names import printable
+from shardwright.pipeline.ir.profile import Share, Step
+from shardwright.stages.profile.link import ops_by_run
+from shardwright.stages.profile.step import StepProfile
+from shardwright.stages.profile.timeline import CLASSES
 
 SAMPLES = 400  # of the curves: more than a screen shows
 TOP_MODULES = 30

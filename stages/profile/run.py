@@ -8,20 +8,20 @@ from pathlib import Path
 
 import torch
 
-from pipeline.base.errors import TraceError
-from pipeline.base.files import write_atomic
-from pipeline.base.log import QUIET, Log, get_log
-from pipeline.base.stage import Inputs, Result
-from pipeline.config import Config
-from pipeline.ir.graph import OpGraph
-from pipeline.ir.profile import Compiled, Profile, as_run
-from pipeline.ops.table import rule_of
-from pipeline.user.optimizer import build_optimizer
-from stages.profile.by_table import profile_graph, saved_bytes
-from stages.profile.costs import all_kernels, op_costs, value_types
-from stages.profile.optimizer import Build, optimizer_copies
-from stages.profile.picture import describe, draw, draw_nothing, table
-from stages.profile.step import profile_step
+from shardwright.pipeline.base.errors import TraceError
+from shardwright.pipeline.base.files import write_atomic
+from shardwright.pipeline.base.log import QUIET, Log, get_log
+from shardwright.pipeline.base.stage import Inputs, Result
+from shardwright.pipeline.config import Config
+from shardwright.pipeline.ir.graph import OpGraph
+from shardwright.pipeline.ir.profile import Compiled, Profile, as_run
+from shardwright.pipeline.ops.table import rule_of
+from shardwright.pipeline.user.optimizer import build_optimizer
+from shardwright.stages.profile.by_table import profile_graph, saved_bytes
+from shardwright.stages.profile.costs import all_kernels, op_costs, value_types
+from shardwright.stages.profile.optimizer import Build, optimizer_copies
+from shardwright.stages.profile.picture import describe, draw, draw_nothing, table
+from shardwright.stages.profile.step import profile_step
 
 PICTURE, MODULES = "runs/profile/memory.png", "runs/profile/modules.md"
 
@@ -78,7 +78,7 @@ def unsplit_profile(graph: OpGraph) -> Profile:
 
 def compiled_blocks(graph: OpGraph, device: str, precision: str, log: Log) -> Compiled:
     """Blocks as they are compiled, measured where there is the device; else it is only known that they are."""
-    from stages.profile.compiled import measure_blocks  # torch's compiler is slow to import
+    from shardwright.stages.profile.compiled import measure_blocks  # torch's compiler is slow to import
 
     if device != "cuda" or not torch.cuda.is_available():
         log.info("compiled blocks cannot be measured here: they are priced as if they were not compiled")

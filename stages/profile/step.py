@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
-from pipeline.ir.graph import OpGraph, Role
-from pipeline.ir.profile import Kernel
-from stages.profile.link import ActivationForm, LinkEnds, LinkRun, Runner, link_ends
-from stages.profile.optimizer import Build, OptimizerRun, run_optimizer
-from stages.profile.timeline import Composer, MemoryTimeline, StepMemory, summary
+from shardwright.pipeline.ir.graph import OpGraph, Role
+from shardwright.pipeline.ir.profile import Kernel
+from shardwright.stages.profile.link import ActivationForm, LinkEnds, LinkRun, Runner, link_ends
+from shardwright.stages.profile.optimizer import Build, OptimizerRun, run_optimizer
+from shardwright.stages.profile.timeline import Composer, MemoryTimeline, StepMemory, summary
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from pipeline.ir.profile import Kernel
-from pipeline.rates.kernels import ATTENTION, PRODUCTS
+from shardwright.pipeline.ir.profile import Kernel
+from shardwright.pipeline.rates.kernels import ATTENTION, PRODUCTS
 
 aten = torch.ops.aten
 PICKS = ("embedding", "index_select", "index", "gather", "take")  # read what they write, not the whole table

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from pipeline.ir.graph import OpGraph, Role
-from stages.profile.link import LinkEnds, LinkRun, ops_by_run
-from stages.profile.optimizer import OptimizerRun
-from stages.profile.symbolic import rounded
+from shardwright.pipeline.ir.graph import OpGraph, Role
+from shardwright.stages.profile.link import LinkEnds, LinkRun, ops_by_run
+from shardwright.stages.profile.optimizer import OptimizerRun
+from shardwright.stages.profile.symbolic import rounded
 
 PARAMETERS, GRADIENTS, STATE = "parameters", "gradients", "optimizer state"
 ACTIVATIONS, TEMPORARIES, OTHER = "activations", "temporaries", "inputs and buffers"

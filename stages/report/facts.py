@@ -13,20 +13,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline.cost.corrected import basis_in_words
-from pipeline.cost.step import Priced
-from pipeline.cost.whole_ops import WholeOp, whole_ops_of
-from pipeline.ir.graph import OpGraph
-from pipeline.ir.plan import Event, Plan, Prediction
-from pipeline.ir.profile import as_run
-from pipeline.ir.program import Call, Convert
-from pipeline.ir.report import Report
-from pipeline.ops.samples import norms_in_words
-from pipeline.sharding.conversions import conversion_of
-from pipeline.sharding.partitions import busiest
-from stages.report.memory import MemoryFacts, memory_of
-from stages.report.model import ModelFacts, model_of
-from stages.report.priced import PricedPartition, Sources, class_of, priced_partitions
+from shardwright.pipeline.cost.corrected import basis_in_words
+from shardwright.pipeline.cost.step import Priced
+from shardwright.pipeline.cost.whole_ops import WholeOp, whole_ops_of
+from shardwright.pipeline.ir.graph import OpGraph
+from shardwright.pipeline.ir.plan import Event, Plan, Prediction
+from shardwright.pipeline.ir.profile import as_run
+from shardwright.pipeline.ir.program import Call, Convert
+from shardwright.pipeline.ir.report import Report
+from shardwright.pipeline.ops.samples import norms_in_words
+from shardwright.pipeline.sharding.conversions import conversion_of
+from shardwright.pipeline.sharding.partitions import busiest
+from shardwright.stages.report.memory import MemoryFacts, memory_of
+from shardwright.stages.report.model import ModelFacts, model_of
+from shardwright.stages.report.priced import PricedPartition, Sources, class_of, priced_partitions
 
 MOST_STEPS = 2000  # of training that are drawn: a long run must not make a large page
 MOST_RANKS = 8  # whose peaks are listed one by one

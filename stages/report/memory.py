@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pipeline.cost.resident import Kept, resident_parts, total_of
-from pipeline.cost.step import Priced
-from pipeline.ir.plan import Event, Plan, Region
-from stages.report.model import place_of
-from stages.report.priced import PricedPartition
+from shardwright.pipeline.cost.resident import Kept, resident_parts, total_of
+from shardwright.pipeline.cost.step import Priced
+from shardwright.pipeline.ir.plan import Event, Plan, Region
+from shardwright.stages.report.model import place_of
+from shardwright.stages.report.priced import PricedPartition
 
 REST = "temporaries, gradients of activations and what is kept in part"
 

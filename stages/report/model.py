@@ -10,10 +10,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pipeline.ir.graph import OpGraph, Role
-from pipeline.ir.program import Call, Convert, Step, Tensor
-from pipeline.sharding.conversions import conversion_of, made_again, step_axis
-from stages.report.priced import PricedPartition, class_of, short_name
+from shardwright.pipeline.ir.graph import OpGraph, Role
+from shardwright.pipeline.ir.program import Call, Convert, Step, Tensor
+from shardwright.pipeline.sharding.conversions import conversion_of, made_again, step_axis
+from shardwright.stages.report.priced import PricedPartition, class_of, short_name
 
 HERE = "{}"
 LONGEST_PERIOD = 24  # links of a layer, at most, that are seen to repeat

@@ -604,7 +604,7 @@ function line(section, name, values, label, guide) {
 
 function measured(section) {
   const report = facts.report;
-  if (!report) { nothing(section, "Not trained yet: `python -m stages train`, and the page is written again."); return; }
+  if (!report) { nothing(section, "Not trained yet: `shardwright train`, and the page is written again."); return; }
   const number = (value) => Number(value.toPrecision(4)).toString();
   section.append(element("p", {}, `${report.steps} steps with the engine ${report.engine} on ${report.ranks} ranks`
     + `${report.module_edited ? ", module.py edited by hand" : ""}`),

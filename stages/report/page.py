@@ -6,8 +6,8 @@ import html
 import json
 from pathlib import Path
 
-from pipeline.ir.codec import encode
-from stages.report.facts import PageFacts
+from shardwright.pipeline.ir.codec import encode
+from shardwright.stages.report.facts import PageFacts
 
 HERE = Path(__file__).parent
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
@@ -41,7 +41,7 @@ def page_without_facts(why: str) -> str:
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head><meta charset="utf-8"><title>Shardwright</title></head>
-<body><p>{told}</p><p><code>python -m stages report</code> tries again.</p></body>
+<body><p>{told}</p><p><code>shardwright report</code> tries again.</p></body>
 </html>
 """
 

@@ -5,23 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.base import artifacts
-from pipeline.base.artifacts import KINDS, Artifact
-from pipeline.base.errors import ArtifactError
-from pipeline.base.soundness import check_sound
-from pipeline.config import Config
-from pipeline.cost.corrected import corrected
-from pipeline.cost.parts import priced_parts
-from pipeline.cost.step import Priced
-from pipeline.ir.cluster import Cluster
-from pipeline.ir.graph import OpGraph
-from pipeline.ir.plan import Frontier, Partition, Plan
-from pipeline.ir.profile import Profile, as_run
-from pipeline.ir.report import Report
-from pipeline.sharding.partitions import sharded_parts
-from pipeline.sharding.sharded import Sharded
-from pipeline.sharding.slices import sliced
-from pipeline.user.own_ops import know_own_ops
+from shardwright.pipeline.base import artifacts
+from shardwright.pipeline.base.artifacts import KINDS, Artifact
+from shardwright.pipeline.base.errors import ArtifactError
+from shardwright.pipeline.base.soundness import check_sound
+from shardwright.pipeline.config import Config
+from shardwright.pipeline.cost.corrected import corrected
+from shardwright.pipeline.cost.parts import priced_parts
+from shardwright.pipeline.cost.step import Priced
+from shardwright.pipeline.ir.cluster import Cluster
+from shardwright.pipeline.ir.graph import OpGraph
+from shardwright.pipeline.ir.plan import Frontier, Partition, Plan
+from shardwright.pipeline.ir.profile import Profile, as_run
+from shardwright.pipeline.ir.report import Report
+from shardwright.pipeline.sharding.partitions import sharded_parts
+from shardwright.pipeline.sharding.sharded import Sharded
+from shardwright.pipeline.sharding.slices import sliced
+from shardwright.pipeline.user.own_ops import know_own_ops
 
 VIEWS = "views"
 CLASSES = (

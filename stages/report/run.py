@@ -1,4 +1,4 @@
-"""`python -m stages report`: the page of the run that is under runs/. Codegen and train write one of their own."""
+"""`shardwright report`: the page of the run that is under runs/. Codegen and train write one of their own."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from pipeline.base.errors import ShardwrightError
-from pipeline.base.files import write_atomic
-from pipeline.base.instantiate import add_code_path
-from pipeline.base.log import Log
-from pipeline.base.stage import Inputs, Result
-from pipeline.config import Config, load_config
-from pipeline.ir.report import Report
-from pipeline.ops.discovery.remembered import remember_in
-from stages.report.facts import facts_of
-from stages.report.page import page_of, page_without_facts
-from stages.report.priced import ABOVE, read_sources
+from shardwright.pipeline.base.errors import ShardwrightError
+from shardwright.pipeline.base.files import write_atomic
+from shardwright.pipeline.base.instantiate import add_code_path
+from shardwright.pipeline.base.log import Log
+from shardwright.pipeline.base.stage import Inputs, Result
+from shardwright.pipeline.config import Config, load_config
+from shardwright.pipeline.ir.report import Report
+from shardwright.pipeline.ops.discovery.remembered import remember_in
+from shardwright.stages.report.facts import facts_of
+from shardwright.stages.report.page import page_of, page_without_facts
+from shardwright.stages.report.priced import ABOVE, read_sources
 
 PAGE = Path("runs") / "report.html"
 Run = Callable[[Inputs, Config], Result]

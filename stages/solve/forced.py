@@ -3,13 +3,13 @@ blocks or whole there."""
 
 from __future__ import annotations
 
-from pipeline.base.errors import SolveError
-from pipeline.cost.step import Workload
-from pipeline.ir.plan import Sharding
-from stages.solve.problem.build import build, to_sharding
-from stages.solve.problem.families import Families, Parallel
-from stages.solve.search.decomposition import fastest
-from stages.solve.search.restricted import restrict
+from shardwright.pipeline.base.errors import SolveError
+from shardwright.pipeline.cost.step import Workload
+from shardwright.pipeline.ir.plan import Sharding
+from shardwright.stages.solve.problem.build import build, to_sharding
+from shardwright.stages.solve.problem.families import Families, Parallel
+from shardwright.stages.solve.search.decomposition import fastest
+from shardwright.stages.solve.search.restricted import restrict
 
 SECONDS = 5.0  # for a model of which only the search for large problems can plan
 

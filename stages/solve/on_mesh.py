@@ -8,22 +8,22 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 
-from pipeline.base.log import Advance, Log
-from pipeline.config import Solve
-from pipeline.cost.chain_memory import unrecomputed_peak
-from pipeline.cost.step import Workload
-from pipeline.cost.traffic import lines_of
-from pipeline.cost.two_lines import unrecomputed_runs, unrecomputed_seconds
-from pipeline.ir.plan import Baseline, FrontierPoint, Proof, Sharding
-from pipeline.sharding.lowering import with_paths
-from stages.solve.answer.baselines import baselines
-from stages.solve.answer.frontier import ELIMINATION, PRICES, FrontierSearch, Solution
-from stages.solve.answer.saved import Saved, check_allowed, found_among
-from stages.solve.problem.build import build, to_sharding
-from stages.solve.problem.constraints import UserConstraints
-from stages.solve.problem.storage import Way
-from stages.solve.search.elimination import least_resident
-from stages.solve.search.restricted import Restricted, as_it_is, restrict
+from shardwright.pipeline.base.log import Advance, Log
+from shardwright.pipeline.config import Solve
+from shardwright.pipeline.cost.chain_memory import unrecomputed_peak
+from shardwright.pipeline.cost.step import Workload
+from shardwright.pipeline.cost.traffic import lines_of
+from shardwright.pipeline.cost.two_lines import unrecomputed_runs, unrecomputed_seconds
+from shardwright.pipeline.ir.plan import Baseline, FrontierPoint, Proof, Sharding
+from shardwright.pipeline.sharding.lowering import with_paths
+from shardwright.stages.solve.answer.baselines import baselines
+from shardwright.stages.solve.answer.frontier import ELIMINATION, PRICES, FrontierSearch, Solution
+from shardwright.stages.solve.answer.saved import Saved, check_allowed, found_among
+from shardwright.stages.solve.problem.build import build, to_sharding
+from shardwright.stages.solve.problem.constraints import UserConstraints
+from shardwright.stages.solve.problem.storage import Way
+from shardwright.stages.solve.search.elimination import least_resident
+from shardwright.stages.solve.search.restricted import Restricted, as_it_is, restrict
 
 NO_PROOF = Proof("", "given", 0.0, 0.0, 0.0, 0, 0)
 GIVEN = "given"  # a proof's method: the plan was saved, not found

@@ -7,23 +7,23 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from pipeline.base.errors import SolveError
-from pipeline.base.files import write_atomic
-from pipeline.base.log import Log, progress
-from pipeline.base.stage import Inputs, Result
-from pipeline.config import Config, PlanUse, Solve
-from pipeline.cost.step import Workload
-from pipeline.cost.unsplit import card_of, step_seconds
-from pipeline.cost.whole_ops import LACK, figures_of, in_words, whole_ops
-from pipeline.ir.cluster import Cluster, Mesh
-from pipeline.ir.plan import Frontier, FrontierPoint
-from pipeline.ir.profile import as_run
-from pipeline.ops.discovery.remembered import remember_in
-from stages.solve.answer.refusal import refusal, refusal_of_saved
-from stages.solve.answer.saved import mesh_for, read_saved
-from stages.solve.answer.table import beside, table
-from stages.solve.on_mesh import MeshProblem, best_rows, most_promising
-from stages.solve.problem.meshes import asks_for_pipeline, meshes_of, submeshes_of
+from shardwright.pipeline.base.errors import SolveError
+from shardwright.pipeline.base.files import write_atomic
+from shardwright.pipeline.base.log import Log, progress
+from shardwright.pipeline.base.stage import Inputs, Result
+from shardwright.pipeline.config import Config, PlanUse, Solve
+from shardwright.pipeline.cost.step import Workload
+from shardwright.pipeline.cost.unsplit import card_of, step_seconds
+from shardwright.pipeline.cost.whole_ops import LACK, figures_of, in_words, whole_ops
+from shardwright.pipeline.ir.cluster import Cluster, Mesh
+from shardwright.pipeline.ir.plan import Frontier, FrontierPoint
+from shardwright.pipeline.ir.profile import as_run
+from shardwright.pipeline.ops.discovery.remembered import remember_in
+from shardwright.stages.solve.answer.refusal import refusal, refusal_of_saved
+from shardwright.stages.solve.answer.saved import mesh_for, read_saved
+from shardwright.stages.solve.answer.table import beside, table
+from shardwright.stages.solve.on_mesh import MeshProblem, best_rows, most_promising
+from shardwright.stages.solve.problem.meshes import asks_for_pipeline, meshes_of, submeshes_of
 
 PAGE = "runs/solve/plans.md"
 

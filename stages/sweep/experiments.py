@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.errors import ShardwrightError
-from pipeline.base.files import write_atomic
-from pipeline.config import overrides
+from shardwright.pipeline.base.errors import ShardwrightError
+from shardwright.pipeline.base.files import write_atomic
+from shardwright.pipeline.config import overrides
 
 END_S = 20.0  # that it has to end after it was told to
 PLAIN = re.compile(r"[\w.+/-]+")

@@ -1,4 +1,4 @@
-"""`python -m stages sweep`: points as DVC experiments, runs of one set in MLflow, and a table of what came out."""
+"""`shardwright sweep`: points as DVC experiments, runs of one set in MLflow, and a table of what came out."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.files import write_atomic
-from pipeline.base.log import Log, say
-from pipeline.base.stage import as_cached, up_to
-from pipeline.config import Config, SweepSettings, find_sweep, try_settings
-from pipeline.config.schema import Until
-from pipeline.tracking.execution import SWEEP_TAG, SweepPoint
-from pipeline.tracking.spool import StageRecord
-from pipeline.tracking.tracker import Tracker
-from stages.sweep.experiments import (
+from shardwright.pipeline.base.files import write_atomic
+from shardwright.pipeline.base.log import Log, say
+from shardwright.pipeline.base.stage import as_cached, up_to
+from shardwright.pipeline.config import Config, SweepSettings, find_sweep, try_settings
+from shardwright.pipeline.config.schema import Until
+from shardwright.pipeline.tracking.execution import SWEEP_TAG, SweepPoint
+from shardwright.pipeline.tracking.spool import StageRecord
+from shardwright.pipeline.tracking.tracker import Tracker
+from shardwright.stages.sweep.experiments import (
     SweepError,
     check_repository,
     experiment_flags,

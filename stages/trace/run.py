@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pipeline.base.stage import Inputs, Result
-from pipeline.config import Config
-from pipeline.ir.graph import OpGraph, Role
-from pipeline.tracing.trace import trace
+from shardwright.pipeline.base.stage import Inputs, Result
+from shardwright.pipeline.config import Config
+from shardwright.pipeline.ir.graph import OpGraph, Role
+from shardwright.pipeline.tracing.trace import trace
 
 
 def run(inputs: Inputs, config: Config) -> Result:

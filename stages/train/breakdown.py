@@ -21,9 +21,9 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from pipeline.ir.report import Breakdown
-from pipeline.runtime.pipelining.transfer import ACROSS
-from pipeline.runtime.programs.collectives import AROUND
+from shardwright.pipeline.ir.report import Breakdown
+from shardwright.pipeline.runtime.pipelining.transfer import ACROSS
+from shardwright.pipeline.runtime.programs.collectives import AROUND
 
 STEP = "shardwright step"
 HOLE_NS = 100_000  # between two ops it is the program's own time: no collective of two processes is so short

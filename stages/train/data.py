@@ -9,11 +9,11 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from pipeline.base.errors import TrainError
-from pipeline.base.instantiate import instantiate
-from pipeline.ir.layout import Layout
-from pipeline.runtime.step.slices import Slices
-from pipeline.user.batches import Batches
+from shardwright.pipeline.base.errors import TrainError
+from shardwright.pipeline.base.instantiate import instantiate
+from shardwright.pipeline.ir.layout import Layout
+from shardwright.pipeline.runtime.step.slices import Slices
+from shardwright.pipeline.user.batches import Batches
 
 Read = TypeVar("Read")
 PREFETCH = "prefetch"  # the name of the thread that reads

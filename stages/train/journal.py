@@ -12,11 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.files import whole_lines
-from pipeline.base.log import Advance, Log
-from pipeline.launch.rank import tell_user
-from pipeline.launch.work_folder import ROOM
-from pipeline.tracking.tracker import LogPoint
+from shardwright.pipeline.base.files import whole_lines
+from shardwright.pipeline.base.log import Advance, Log
+from shardwright.pipeline.launch.rank import tell_user
+from shardwright.pipeline.launch.work_folder import ROOM
+from shardwright.pipeline.tracking.tracker import LogPoint
 
 Note = dict[str, Any]  # a line: a step, or what happened beside the steps
 

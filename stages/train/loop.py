@@ -13,20 +13,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.base.errors import TrainError
-from pipeline.ir.report import Breakdown
-from pipeline.runtime.compiler.host_calls import why_python
-from pipeline.runtime.step.memory import measure_peak, storage_bytes
-from stages.train.breakdown import mean_breakdown, profiled
-from stages.train.data import Prefetched
-from stages.train.engines.engine import Batch, Engine
-from stages.train.job import Job
-from stages.train.journal import Journal, Note
-from stages.train.ranks.joining import gathered
-from stages.train.ranks.peers import Peers
-from stages.train.ranks.safety import Safety
-from stages.train.ranks.watchdog import Watchdog
-from stages.train.snapshots.writer import About
+from shardwright.pipeline.base.errors import TrainError
+from shardwright.pipeline.ir.report import Breakdown
+from shardwright.pipeline.runtime.compiler.host_calls import why_python
+from shardwright.pipeline.runtime.step.memory import measure_peak, storage_bytes
+from shardwright.stages.train.breakdown import mean_breakdown, profiled
+from shardwright.stages.train.data import Prefetched
+from shardwright.stages.train.engines.engine import Batch, Engine
+from shardwright.stages.train.job import Job
+from shardwright.stages.train.journal import Journal, Note
+from shardwright.stages.train.ranks.joining import gathered
+from shardwright.stages.train.ranks.peers import Peers
+from shardwright.stages.train.ranks.safety import Safety
+from shardwright.stages.train.ranks.watchdog import Watchdog
+from shardwright.stages.train.snapshots.writer import About
 
 MEASURED_STEP = 1  # memory is measured on the second step taken here: by then the optimizer state exists
 

@@ -8,8 +8,8 @@ from dataclasses import astuple, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from pipeline.ir.plan import Plan, Prediction
-from pipeline.ir.report import Breakdown, Compared, Evaluation, Report
+from shardwright.pipeline.ir.plan import Plan, Prediction
+from shardwright.pipeline.ir.report import Breakdown, Compared, Evaluation, Report
 
 WARM_UP = 3  # steps that are left out of the median: allocators and caches fill up
 

@@ -10,25 +10,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.artifacts import KINDS
-from pipeline.base.errors import TrainError
-from pipeline.base.files import write_atomic
-from pipeline.base.log import Log, progress
-from pipeline.base.stage import STAGES, Inputs, Result, read
-from pipeline.config import Config, TrainEngine
-from pipeline.ir.graph import OpGraph, Role
-from pipeline.ir.plan import Plan
-from pipeline.launch.launch import Supervision, run_ranks
-from pipeline.launch.place import find_place
-from pipeline.launch.work_folder import ROOM, LaunchFailed
-from pipeline.tracking.tracker import Tracker
-from stages.train.job import Job
-from stages.train.journal import Follower, tell
-from stages.train.measured import figures, make_report
-from stages.train.snapshots.manifest import finish
-from stages.train.snapshots.starting import prepare
+from shardwright.pipeline.base.artifacts import KINDS
+from shardwright.pipeline.base.errors import TrainError
+from shardwright.pipeline.base.files import write_atomic
+from shardwright.pipeline.base.log import Log, progress
+from shardwright.pipeline.base.stage import STAGES, Inputs, Result, read
+from shardwright.pipeline.config import Config, TrainEngine
+from shardwright.pipeline.ir.graph import OpGraph, Role
+from shardwright.pipeline.ir.plan import Plan
+from shardwright.pipeline.launch.launch import Supervision, run_ranks
+from shardwright.pipeline.launch.place import find_place
+from shardwright.pipeline.launch.work_folder import ROOM, LaunchFailed
+from shardwright.pipeline.tracking.tracker import Tracker
+from shardwright.stages.train.job import Job
+from shardwright.stages.train.journal import Follower, tell
+from shardwright.stages.train.measured import figures, make_report
+from shardwright.stages.train.snapshots.manifest import finish
+from shardwright.stages.train.snapshots.starting import prepare
 
-WORKER = "stages.train.worker"
+WORKER = "shardwright.stages.train.worker"
 JOB_GROUPS = ("model", "data", "train")
 GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))  # NVIDIA's, AMD's, and Windows' under WSL
 
@@ -96,7 +96,7 @@ def check_export(graph: OpGraph, config: Config) -> None:
     """Before training, not after its last step."""
     if not config.train.export:
         return
-    from pipeline.user.weights import TYPES  # needs torch
+    from shardwright.pipeline.user.weights import TYPES  # needs torch
 
     stored = {str(dtype).removeprefix("torch.") for dtype in TYPES}
     for value in (*graph.of_role(Role.PARAMETER), *graph.of_role(Role.BUFFER)):
@@ -113,7 +113,7 @@ def check_device(plan: Plan, where: str) -> None:
     """
     if plan.device != "cuda" or any(driver.exists() for driver in GPU_DRIVERS):
         return
-    from stages.train.ranks.joining import require_gpu  # needs torch, as only the ranks do otherwise
+    from shardwright.stages.train.ranks.joining import require_gpu  # needs torch, as only the ranks do otherwise
 
     require_gpu(where)
 

@@ -1,4 +1,4 @@
-"""One rank of the training run: `python -m stages.train.worker WORK` under torchrun."""
+"""One rank of the training run: `python -m shardwright.stages.train.worker WORK` under torchrun."""
 
 from __future__ import annotations
 
@@ -13,16 +13,23 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from pipeline.base.errors import ShardwrightError, TrainError
-from pipeline.base.files import told
-from pipeline.launch.rank import STOPPED, end_after_cause, follow_parent, forget_error, report_error, write_result
-from pipeline.user.batches import SampleError
-from stages.train.engines.engine import Engine, program_of
-from stages.train.job import Job
-from stages.train.loop import Loop
-from stages.train.ranks.joining import gathered, join, require_gpu
-from stages.train.ranks.peers import Peers
-from stages.train.ranks.watchdog import Watchdog, give_up, watch_process
+from shardwright.pipeline.base.errors import ShardwrightError, TrainError
+from shardwright.pipeline.base.files import told
+from shardwright.pipeline.launch.rank import (
+    STOPPED,
+    end_after_cause,
+    follow_parent,
+    forget_error,
+    report_error,
+    write_result,
+)
+from shardwright.pipeline.user.batches import SampleError
+from shardwright.stages.train.engines.engine import Engine, program_of
+from shardwright.stages.train.job import Job
+from shardwright.stages.train.loop import Loop
+from shardwright.stages.train.ranks.joining import gathered, join, require_gpu
+from shardwright.stages.train.ranks.peers import Peers
+from shardwright.stages.train.ranks.watchdog import Watchdog, give_up, watch_process
 
 
 def main(work: Path) -> None:
@@ -105,14 +112,14 @@ def agree(digests: dict[str, str]) -> None:
 def make_engine(job: Job) -> Engine:
     """Each is imported where it is used: torch's schedules, for one, are slow to import."""
     if job["train"]["engine"] != "planned":
-        from stages.train.engines.baselines import ENGINES
+        from shardwright.stages.train.engines.baselines import ENGINES
 
         return ENGINES[job["train"]["engine"]](job)
     if hasattr(program_of(job), "PARTITIONS"):
-        from stages.train.engines.pipelined import PipelinedEngine
+        from shardwright.stages.train.engines.pipelined import PipelinedEngine
 
         return PipelinedEngine(job)
-    from stages.train.engines.planned import PlannedEngine
+    from shardwright.stages.train.engines.planned import PlannedEngine
 
     return PlannedEngine(job)
 

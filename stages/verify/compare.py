@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.ir.layout import Layout, P, R, replicated
-from pipeline.runtime.programs.mesh import combine, joined
-from pipeline.runtime.programs.parameters import own_elements, shard_of
-from stages.verify.float64 import in_float64, widest
-from stages.verify.ranks import Copies, Rank, rank_of
-from stages.verify.truth import MakeOptimizer, ModuleState, Passes, Truth
+from shardwright.pipeline.ir.layout import Layout, P, R, replicated
+from shardwright.pipeline.runtime.programs.mesh import combine, joined
+from shardwright.pipeline.runtime.programs.parameters import own_elements, shard_of
+from shardwright.stages.verify.float64 import in_float64, widest
+from shardwright.stages.verify.ranks import Copies, Rank, rank_of
+from shardwright.stages.verify.truth import MakeOptimizer, ModuleState, Passes, Truth
 
 TOLERANCE, IN_FLOAT32 = 1e-9, 1e-5
 # Of the largest gradient: one below is held against that, as a key's bias has a gradient of rounding alone.

@@ -18,11 +18,11 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from pipeline.runtime.programs.source import load_program
-from stages.verify.compare import LOSS, SHARE, ProgramVerdict, compare_passes, largest, whole_gap
-from stages.verify.float64 import Asked, in_float32
-from stages.verify.ranks import rank_of
-from stages.verify.truth import (
+from shardwright.pipeline.runtime.programs.source import load_program
+from shardwright.stages.verify.compare import LOSS, SHARE, ProgramVerdict, compare_passes, largest, whole_gap
+from shardwright.stages.verify.float64 import Asked, in_float32
+from shardwright.stages.verify.ranks import rank_of
+from shardwright.stages.verify.truth import (
     Batch,
     Build,
     MakeOptimizer,

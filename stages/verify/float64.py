@@ -34,11 +34,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from pipeline.ir.graph import OpGraph
-from pipeline.ir.plan import Sharding
-from pipeline.ops.table import rule_of
-from pipeline.runtime.recompute.regions import replaying
-from pipeline.tracing.lower import is_random
+from shardwright.pipeline.ir.graph import OpGraph
+from shardwright.pipeline.ir.plan import Sharding
+from shardwright.pipeline.ops.table import rule_of
+from shardwright.pipeline.runtime.recompute.regions import replaying
+from shardwright.pipeline.tracing.lower import is_random
 
 WIDENED = {  # to the one type, the others
     torch.float64: {

@@ -24,13 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor as Data
 
-from pipeline.ir.graph import Op, OpGraph, Role
-from pipeline.ir.layout import of_gradient
-from pipeline.ir.plan import Plan
-from pipeline.ir.program import Call, Convert
-from pipeline.ops.samples import NormParts, norm_parts_of_plan
-from pipeline.sharding.partitions import sharded_parts
-from stages.verify.compare import (
+from shardwright.pipeline.ir.graph import Op, OpGraph, Role
+from shardwright.pipeline.ir.layout import of_gradient
+from shardwright.pipeline.ir.plan import Plan
+from shardwright.pipeline.ir.program import Call, Convert
+from shardwright.pipeline.ops.samples import NormParts, norm_parts_of_plan
+from shardwright.pipeline.sharding.partitions import sharded_parts
+from shardwright.stages.verify.compare import (
     IN_FLOAT32,
     LOSS,
     SHARE,
@@ -42,11 +42,20 @@ from stages.verify.compare import (
     own_gap,
     whole_gap,
 )
-from stages.verify.float32 import LEAST, MARGIN, Float32Step
-from stages.verify.float64 import Asked, in_float32, in_float64
-from stages.verify.ranks import Rank, rank_of
-from stages.verify.record import Names, Noted, Recorder, names_of, recorded, targets_by_line
-from stages.verify.truth import Batch, MakeOptimizer, ModuleState, Truth, TruthStep, Values, doubled, interpret
+from shardwright.stages.verify.float32 import LEAST, MARGIN, Float32Step
+from shardwright.stages.verify.float64 import Asked, in_float32, in_float64
+from shardwright.stages.verify.ranks import Rank, rank_of
+from shardwright.stages.verify.record import Names, Noted, Recorder, names_of, recorded, targets_by_line
+from shardwright.stages.verify.truth import (
+    Batch,
+    MakeOptimizer,
+    ModuleState,
+    Truth,
+    TruthStep,
+    Values,
+    doubled,
+    interpret,
+)
 
 NEAR = 10 * TOLERANCE  # for values inside a step
 SMALL = 1e-6  # a value below is held against this: zeros may come with rounding

@@ -10,17 +10,17 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
-from pipeline.ir.layout import Layout, replicated
-from pipeline.ir.names import look_up
-from pipeline.runtime.pipelining.pipelined import Places, RankPipeline
-from pipeline.runtime.pipelining.stage import RankPartition
-from pipeline.runtime.programs.mesh import is_first, set_mesh
-from pipeline.runtime.programs.parameters import shard_of
-from pipeline.runtime.step.buckets import Row
-from pipeline.runtime.step.gradients import Gradients
-from pipeline.runtime.step.passes import run_passes
-from pipeline.runtime.step.running_stats import statistics_of
-from stages.verify.truth import Batch, MakeOptimizer, ModuleState
+from shardwright.pipeline.ir.layout import Layout, replicated
+from shardwright.pipeline.ir.names import look_up
+from shardwright.pipeline.runtime.pipelining.pipelined import Places, RankPipeline
+from shardwright.pipeline.runtime.pipelining.stage import RankPartition
+from shardwright.pipeline.runtime.programs.mesh import is_first, set_mesh
+from shardwright.pipeline.runtime.programs.parameters import shard_of
+from shardwright.pipeline.runtime.step.buckets import Row
+from shardwright.pipeline.runtime.step.gradients import Gradients
+from shardwright.pipeline.runtime.step.passes import run_passes
+from shardwright.pipeline.runtime.step.running_stats import statistics_of
+from shardwright.stages.verify.truth import Batch, MakeOptimizer, ModuleState
 
 Around = Callable[[int, int], AbstractContextManager[None]]  # a forward pass of which partition, of which micro-batch
 Copies = list[tuple[Tensor | None, Layout]]  # of one tensor, on this rank

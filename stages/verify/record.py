@@ -17,11 +17,11 @@ from types import ModuleType
 
 from torch import Tensor as Data
 
-from pipeline.ir.program import Call, Program, Step, Tensor
-from pipeline.runtime import context
-from pipeline.runtime.compiler.compiled import as_written
-from pipeline.runtime.recompute.regions import replaying
-from pipeline.runtime_names import EARLY, REGIONS, TOGETHER
+from shardwright.pipeline.ir.program import Call, Program, Step, Tensor
+from shardwright.pipeline.runtime import context
+from shardwright.pipeline.runtime.compiler.compiled import as_written
+from shardwright.pipeline.runtime.recompute.regions import replaying
+from shardwright.pipeline.runtime_names import EARLY, REGIONS, TOGETHER
 
 BEFORE = -1  # in place of a link's number: what is done before the chain
 _NOTE, _ENTER, _BEGIN = "_shardwright_note", "_shardwright_enter", "_shardwright_begin"

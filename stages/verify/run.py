@@ -6,15 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.artifacts import KINDS
-from pipeline.base.errors import TrainError
-from pipeline.base.log import Log, say
-from pipeline.base.stage import read
-from pipeline.config import Config
-from pipeline.ir.graph import OpGraph
-from pipeline.ir.plan import Plan
-from pipeline.launch.launch import run_ranks
-from pipeline.launch.work_folder import LaunchFailed
+from shardwright.pipeline.base.artifacts import KINDS
+from shardwright.pipeline.base.errors import TrainError
+from shardwright.pipeline.base.log import Log, say
+from shardwright.pipeline.base.stage import read
+from shardwright.pipeline.config import Config
+from shardwright.pipeline.ir.graph import OpGraph
+from shardwright.pipeline.ir.plan import Plan
+from shardwright.pipeline.launch.launch import run_ranks
+from shardwright.pipeline.launch.work_folder import LaunchFailed
 
 Write = Callable[[OpGraph, Plan, Config], tuple[str, tuple[OpGraph, ...]]]
 SHOWN = 8  # rows of the table, beside the loss
@@ -34,7 +34,7 @@ def verify(root: Path, steps: int, write: Write, log: Log, everything: bool = Fa
     log.info("%d steps on %d ranks, in float64 and the first in float32, on the CPU", steps, plan.ranks)
     try:
         job = _job(root, config, steps, written, graphs if len(plan.slices) > 1 else ())
-        result = run_ranks("stages.verify.worker", job, plan.ranks, config.train.timeout_s)
+        result = run_ranks("shardwright.stages.verify.worker", job, plan.ranks, config.train.timeout_s)
     except LaunchFailed as error:
         return _failed(error, config, log)
     shown = len(result["rows"]) if everything else SHOWN
@@ -57,7 +57,7 @@ def _job(root: Path, config: Config, steps: int, written: str, graphs: tuple[OpG
 
 def _failed(error: LaunchFailed, config: Config, log: Log) -> int:
     """A program that cannot be run is not equal; anything else is not the program's fault."""
-    from stages.verify.worker import AT
+    from shardwright.stages.verify.worker import AT
 
     for line in error.log.splitlines():
         log.debug(line)

@@ -19,14 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pipeline.ir.graph import Arg, Op, OpGraph, Ref, Role, Torch
-from pipeline.ops.own_names import CONSTANT
-from pipeline.ops.public import overload_of
-from pipeline.ops.samples import NormParts
-from pipeline.runtime.programs.collectives import in_memory
-from pipeline.runtime.step.running_stats import COUNTER
-from pipeline.user.loss import pick_loss
-from stages.verify.float64 import ANY, WIDENED, Within, in_float64, widest
+from shardwright.pipeline.ir.graph import Arg, Op, OpGraph, Ref, Role, Torch
+from shardwright.pipeline.ops.own_names import CONSTANT
+from shardwright.pipeline.ops.public import overload_of
+from shardwright.pipeline.ops.samples import NormParts
+from shardwright.pipeline.runtime.programs.collectives import in_memory
+from shardwright.pipeline.runtime.step.running_stats import COUNTER
+from shardwright.pipeline.user.loss import pick_loss
+from shardwright.stages.verify.float64 import ANY, WIDENED, Within, in_float64, widest
 
 Batch = dict[str, Tensor]
 Build = Callable[[], nn.Module]

@@ -1,4 +1,4 @@
-"""One rank of a verification: `python -m stages.verify.worker WORK` under torchrun."""
+"""One rank of a verification: `python -m shardwright.stages.verify.worker WORK` under torchrun."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipeline.base import artifacts
-from pipeline.base.errors import ShardwrightError, TrainError
-from pipeline.base.instantiate import instantiate
-from pipeline.ir.graph import OpGraph
-from pipeline.ir.layout import replicated
-from pipeline.ir.plan import Plan
-from pipeline.launch.rank import end_after_cause, follow_parent, report_error, write_result
-from pipeline.launch.rendezvous import init_process_group
-from pipeline.ops.samples import NormParts
-from pipeline.runtime.pipelining.pipelined import Places
-from pipeline.runtime.programs.mesh import set_mesh
-from pipeline.runtime.programs.source import load_program
-from pipeline.runtime.step.slices import Slices
-from pipeline.user.batches import Batches
-from pipeline.user.optimizer import build_optimizer
-from stages.verify.compare import Difference, ProgramVerdict, judge
-from stages.verify.float32 import TRIES, Float32Verdict, judge_in_float32
-from stages.verify.float64 import draws_alike, split_draws
-from stages.verify.locate import Case, Fault, foreign_cast, locate, locate_in_float32
-from stages.verify.truth import Batch, Truth, truth_of, with_parts
+from shardwright.pipeline.base import artifacts
+from shardwright.pipeline.base.errors import ShardwrightError, TrainError
+from shardwright.pipeline.base.instantiate import instantiate
+from shardwright.pipeline.ir.graph import OpGraph
+from shardwright.pipeline.ir.layout import replicated
+from shardwright.pipeline.ir.plan import Plan
+from shardwright.pipeline.launch.rank import end_after_cause, follow_parent, report_error, write_result
+from shardwright.pipeline.launch.rendezvous import init_process_group
+from shardwright.pipeline.ops.samples import NormParts
+from shardwright.pipeline.runtime.pipelining.pipelined import Places
+from shardwright.pipeline.runtime.programs.mesh import set_mesh
+from shardwright.pipeline.runtime.programs.source import load_program
+from shardwright.pipeline.runtime.step.slices import Slices
+from shardwright.pipeline.user.batches import Batches
+from shardwright.pipeline.user.optimizer import build_optimizer
+from shardwright.stages.verify.compare import Difference, ProgramVerdict, judge
+from shardwright.stages.verify.float32 import TRIES, Float32Verdict, judge_in_float32
+from shardwright.stages.verify.float64 import draws_alike, split_draws
+from shardwright.stages.verify.locate import Case, Fault, foreign_cast, locate, locate_in_float32
+from shardwright.stages.verify.truth import Batch, Truth, truth_of, with_parts
 
 AT = "line "  # begins the word of a rank on a program that fails
 

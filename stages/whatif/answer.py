@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.base.errors import ShardwrightError
-from stages.whatif.search import FitLimit
+from shardwright.pipeline.base.errors import ShardwrightError
+from shardwright.stages.whatif.search import FitLimit
 
 PLANNER, LAYOUTS = "the planner", "layouts"
 LONGEST = 100  # characters of a cell

@@ -6,16 +6,16 @@ from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 
-from pipeline.config import Config, load_config
-from pipeline.layouts.machine import Machine
-from pipeline.layouts.planner_stages import PlannerStages
-from pipeline.layouts.search import Wanted, candidates, described, divisors, search
-from pipeline.layouts.sizes import LayoutError, ParallelLayout, Transformer
-from pipeline.layouts.step import LayoutPrices, Price
-from pipeline.layouts.traced import Works
-from pipeline.layouts.words import Asked, find_machine, find_model, in_words, read_words
-from stages.whatif.answer import LAYOUTS, Answer, Question, Row, WhatIfError
-from stages.whatif.search import fewest, largest
+from shardwright.pipeline.config import Config, load_config
+from shardwright.pipeline.layouts.machine import Machine
+from shardwright.pipeline.layouts.planner_stages import PlannerStages
+from shardwright.pipeline.layouts.search import Wanted, candidates, described, divisors, search
+from shardwright.pipeline.layouts.sizes import LayoutError, ParallelLayout, Transformer
+from shardwright.pipeline.layouts.step import LayoutPrices, Price
+from shardwright.pipeline.layouts.traced import Works
+from shardwright.pipeline.layouts.words import Asked, find_machine, find_model, in_words, read_words
+from shardwright.stages.whatif.answer import LAYOUTS, Answer, Question, Row, WhatIfError
+from shardwright.stages.whatif.search import fewest, largest
 
 MOST_DEVICES = 16384
 Found = tuple[ParallelLayout, Price] | LayoutError

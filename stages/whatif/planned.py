@@ -9,16 +9,16 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.errors import BudgetError
-from pipeline.base.log import Log
-from pipeline.config import ClusterSource, Config, DType, TensorSpec, listing, load_part
-from pipeline.ir.codec import encode
-from pipeline.ir.graph import OpGraph, Role
-from pipeline.ir.plan import Plan
-from pipeline.tracking.headline import mesh_text
-from stages.whatif.answer import PLANNER, Answer, Question, Row, WhatIfError, short
-from stages.whatif.planner import Planner, PlanOutcome, slower, with_budget
-from stages.whatif.search import changes, fewest, largest, least
+from shardwright.pipeline.base.errors import BudgetError
+from shardwright.pipeline.base.log import Log
+from shardwright.pipeline.config import ClusterSource, Config, DType, TensorSpec, listing, load_part
+from shardwright.pipeline.ir.codec import encode
+from shardwright.pipeline.ir.graph import OpGraph, Role
+from shardwright.pipeline.ir.plan import Plan
+from shardwright.pipeline.tracking.headline import mesh_text
+from shardwright.stages.whatif.answer import PLANNER, Answer, Question, Row, WhatIfError, short
+from shardwright.stages.whatif.planner import Planner, PlanOutcome, slower, with_budget
+from shardwright.stages.whatif.search import changes, fewest, largest, least
 
 NEAR = 0.01  # budgets are found to this part of themselves
 GRID = 12  # budgets at which the plan is looked at before neighbours that differ are narrowed down

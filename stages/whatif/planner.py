@@ -13,20 +13,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.base import artifacts
-from pipeline.base.artifacts import Artifact
-from pipeline.base.errors import ArtifactError, ConfigError, ShardwrightError
-from pipeline.base.instantiate import add_code_path
-from pipeline.base.log import Log
-from pipeline.base.measured_runs import as_measured_here
-from pipeline.base.stage import STAGES, Inputs, Result
-from pipeline.config import Config, Tracking
-from pipeline.cost.corrected import scaled_links
-from pipeline.ir.cluster import Cluster
-from pipeline.ir.plan import Frontier, Plan
-from pipeline.tracking.tracker import Tracker
-from pipeline.user.own_ops import know_own_ops
-from stages.whatif.answer import SlowerLinks
+from shardwright.pipeline.base import artifacts
+from shardwright.pipeline.base.artifacts import Artifact
+from shardwright.pipeline.base.errors import ArtifactError, ConfigError, ShardwrightError
+from shardwright.pipeline.base.instantiate import add_code_path
+from shardwright.pipeline.base.log import Log
+from shardwright.pipeline.base.measured_runs import as_measured_here
+from shardwright.pipeline.base.stage import STAGES, Inputs, Result
+from shardwright.pipeline.config import Config, Tracking
+from shardwright.pipeline.cost.corrected import scaled_links
+from shardwright.pipeline.ir.cluster import Cluster
+from shardwright.pipeline.ir.plan import Frontier, Plan
+from shardwright.pipeline.tracking.tracker import Tracker
+from shardwright.pipeline.user.own_ops import know_own_ops
+from shardwright.stages.whatif.answer import SlowerLinks
 
 Run = Callable[[Inputs, Config], Result]
 RunOf = Callable[[str], Run]  # by name of the stage

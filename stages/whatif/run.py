@@ -1,4 +1,4 @@
-"""`python -m stages whatif QUESTION`: largest batch or sequence, fewest devices, budgets, slower links, clusters.
+"""`shardwright whatif QUESTION`: largest batch or sequence, fewest devices, budgets, slower links, clusters.
 
 A question about the project's own model is answered by the planner; settings such as `solve.memory_budget_gb=2` change
 the configuration for it. One about a transformer by name or by sizes, in the words of `price`, is
@@ -12,15 +12,15 @@ from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 
-from pipeline.base.log import QUIET, VERBOSE, Log, get_log, say
-from pipeline.config import GROUPS, try_settings
-from pipeline.layouts.planner_stages import PlannerStages
-from pipeline.layouts.sizes import KNOWN
-from pipeline.layouts.words import UNPLANNED, WORDS
-from stages.whatif.answer import Question, SlowerLinks, WhatIfError
-from stages.whatif.layouts import ByLayouts
-from stages.whatif.planned import ByPlanner
-from stages.whatif.planner import RunOf, planning
+from shardwright.pipeline.base.log import QUIET, VERBOSE, Log, get_log, say
+from shardwright.pipeline.config import GROUPS, try_settings
+from shardwright.pipeline.layouts.planner_stages import PlannerStages
+from shardwright.pipeline.layouts.sizes import KNOWN
+from shardwright.pipeline.layouts.words import UNPLANNED, WORDS
+from shardwright.stages.whatif.answer import Question, SlowerLinks, WhatIfError
+from shardwright.stages.whatif.layouts import ByLayouts
+from shardwright.stages.whatif.planned import ByPlanner
+from shardwright.stages.whatif.planner import RunOf, planning
 
 FACTORS = ("bandwidth", "latency")
 

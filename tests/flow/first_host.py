@@ -4,11 +4,11 @@ import json
 import logging
 import sys
 
-from pipeline.base.errors import ClusterError
-from pipeline.config import ClusterSettings, ClusterSource, Device, Probe
-from pipeline.ir.codec import encode
-from stages.cluster import meeting
-from stages.cluster.measure import measure
+from shardwright.pipeline.base.errors import ClusterError
+from shardwright.pipeline.config import ClusterSettings, ClusterSource, Device, Probe
+from shardwright.pipeline.ir.codec import encode
+from shardwright.stages.cluster import meeting
+from shardwright.stages.cluster.measure import measure
 
 given = json.loads(sys.argv[1])
 meeting.SILENT_S = given.pop("silent_s", meeting.SILENT_S)

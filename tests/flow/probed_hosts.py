@@ -32,7 +32,7 @@ def join(
     place: str, host: str, space: str | None = None, wait: int = 200, devices: int = 1, **environment: str
 ) -> subprocess.Popen[str]:
     told = ["--host", host, "--wait", str(wait), "--devices", str(devices)]
-    return start(["-m", "stages.cluster.join", place, *told], space, **environment)
+    return start(["-m", "shardwright.stages.cluster.join", place, *told], space, **environment)
 
 
 def end(processes: list[subprocess.Popen[str]], within: float = LIMIT_S) -> list[tuple[int, str, str]]:

@@ -20,8 +20,8 @@ from typing import Any
 import psutil
 import yaml
 
-from pipeline.base import artifacts
-from pipeline.config import load_config
+from shardwright.pipeline.base import artifacts
+from shardwright.pipeline.config import load_config
 from tests.flow.warm import Server
 
 SOURCE = Path(__file__).parents[2]
@@ -33,7 +33,7 @@ MARK = "SHARDWRIGHT_TEST"  # in the environment of every process we start, so th
 TINY: dict[str, dict[str, Any]] = {
     "model": {
         "module": {
-            "_target_": "pipeline.models.gpt.build",
+            "_target_": "shardwright.pipeline.models.gpt.build",
             "vocab_size": 32,
             "context": 8,
             "width": 16,
@@ -47,7 +47,7 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "data": {
         "dataset": {
-            "_target_": "pipeline.models.data.TokenSequences",
+            "_target_": "shardwright.pipeline.models.data.TokenSequences",
             "vocab_size": 32,
             "length": 8,
             "samples": 20,  # fewer than two steps need: the second step begins the second epoch
@@ -142,9 +142,9 @@ class Project:
         listed = ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard")
         names = subprocess.run(listed, cwd=SOURCE, capture_output=True, check=True, text=True).stdout.split("\0")
         for name in filter(None, names):
-            if name != "dvc.lock" and (SOURCE / name).is_file():
+            if name != "dvc.lock" and (SOURCE / name).exists():
                 (root / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(SOURCE / name, root / name)
+                shutil.copy2(SOURCE / name, root / name, follow_symlinks=False)
         _copy_compiled(root)
         project = cls(root)
         project.git("init", "--quiet")
@@ -246,7 +246,7 @@ class Project:
         return Done(process.returncode, out, err)
 
     def stages(self, *arguments: str) -> Done:
-        """`python -m stages ...`, without waiting for its imports."""
+        """`shardwright ...`, without waiting for its imports."""
         return Done(*WARM.run("stages", *arguments, folder=self.root, environment=self.environment(warm=self.warm)))
 
     def repro(self, *arguments: str) -> Done:

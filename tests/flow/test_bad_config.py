@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from pipeline.base.artifacts import KINDS
-from stages.__main__ import main
+from shardwright.pipeline.base.artifacts import KINDS
+from shardwright.stages.command_line import main
 from tests.config_mutations import Mutation, invalid_mutations
 from tests.flow.conftest import Maker
 from tests.flow.project import SOURCE, STAGES, Project

@@ -18,7 +18,7 @@ SOURCE = "import torch\n\n\ndef make(parameters):\n    return torch.optim.{}\n"
 @pytest.fixture(scope="module")
 def project(make_project: Maker) -> Project:
     """Everything but train has been run, with an optimizer of the user's own."""
-    own = {"optimizer": {"_target_": "pipeline.models.own_optimizer.make"}}
+    own = {"optimizer": {"_target_": "shardwright.pipeline.models.own_optimizer.make"}}
     project = make_project(tiny=True, train=own)
     (project.root / CODE).write_text(SOURCE.format("SGD(parameters, lr=0.1)"))
     for stage in STAGES[:-1]:

@@ -12,9 +12,9 @@ import time
 
 import pytest
 
-from pipeline.base.artifacts import KINDS
-from pipeline.base.stage import STAGES as SPECS
-from stages.commands import COMMANDS
+from shardwright.pipeline.base.artifacts import KINDS
+from shardwright.pipeline.base.stage import STAGES as SPECS
+from shardwright.stages.commands import COMMANDS
 from tests.flow.conftest import Maker
 from tests.flow.project import SOURCE, STAGES, Project
 
@@ -46,7 +46,7 @@ def test_help_names_every_command(bare: Project) -> None:
 def test_unknown_words_are_refused(bare: Project, arguments: list[str]) -> None:
     done = bare.stages(*arguments)
     assert done.status == 2 and done.out == ""
-    assert "usage: python -m stages" in done.err and "Traceback" not in done.err
+    assert "usage: shardwright" in done.err and "Traceback" not in done.err
 
 
 @pytest.mark.parametrize("stage", [stage for stage in STAGES if SPECS[stage].reads])
@@ -63,7 +63,7 @@ def test_summary_and_apply_of_nothing(bare: Project) -> None:
 
 
 def test_a_reader_that_stops_is_no_error_to_tell(bare: Project) -> None:
-    """`python -m stages ... | head -1`, the pipe closed before anything is written."""
+    """`shardwright ... | head -1`, the pipe closed before anything is written."""
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, "-m", "stages", "price", "model=gpt_1.7b"]
@@ -88,7 +88,7 @@ def test_loudness(planned: Project) -> None:
 def test_verify_runs_on_real_ranks(planned: Project) -> None:
     done = planned.stages("verify", "--steps", "1").ok()
     assert done.out.splitlines()[-1].startswith("equal: loss, 37 gradients")
-    assert "usage: python -m stages" in planned.stages("verify", "--steps", "0").err
+    assert "usage: shardwright" in planned.stages("verify", "--steps", "0").err
 
 
 def test_interrupt_during_training_leaves_nothing(planned: Project) -> None:
@@ -114,7 +114,7 @@ def test_interrupt_during_training_leaves_nothing(planned: Project) -> None:
 
 def _ranks(project: Project) -> list[object]:
     lines = [process.cmdline() for process in project.processes()]
-    return [line for line in lines if "stages.train.worker" in line and "torch.distributed.run" not in line]
+    return [line for line in lines if "shardwright.stages.train.worker" in line and "torch.distributed.run" not in line]
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")

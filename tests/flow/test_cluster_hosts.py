@@ -13,8 +13,8 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
-from pipeline.ir.cluster import Cluster
-from pipeline.ir.codec import decode
+from shardwright.pipeline.ir.cluster import Cluster
+from shardwright.pipeline.ir.codec import decode
 from tests.flow.probed_hosts import LIMIT_S, end, first, join, start
 from tests.flow.project import WARM
 from tests.namespaces import OWN, address, hosts, why_not
@@ -57,7 +57,7 @@ def test_a_rank_that_is_through_is_not_aborted_by_its_voice():
     """A thread inside the store while the interpreter ends would be: so it must have ended before."""
     store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=LIMIT_S))
     script = (
-        "import stages.cluster.meeting as meeting\n"
+        "import shardwright.stages.cluster.meeting as meeting\n"
         "meeting.BEAT_S = 0\n"  # nearly always inside
         f"voice = meeting.Voice({{'host': 'a', 'meeting': ['127.0.0.1', {store.port}], 'timeout_s': 200}}, 0)\n"
         "while not voice.store.check(['beat/0']):\n    pass\n"
@@ -91,7 +91,7 @@ def test_a_first_host_that_is_not_there_is_named():
 def test_another_version_of_torch_is_refused_on_both_sides():
     port = free_port()
     other = (
-        "import torch; torch.__version__ = '1.0'; import sys; from stages.cluster.join import main;"
+        "import torch; torch.__version__ = '1.0'; import sys; from shardwright.stages.cluster.join import main;"
         f"sys.exit(main(['127.0.0.1:{port}', '--host', 'old']))"
     )
     ended = end([first(local(port, "old", join_s=200)), start(["-c", other])])
@@ -105,7 +105,7 @@ def ranks_below(pid: int) -> dict[int, int]:
     for number in WARM.below(pid):
         try:
             child = psutil.Process(number)
-            if "stages.cluster.probe" in child.cmdline() and "torch.distributed.run" not in child.cmdline():
+            if "shardwright.stages.cluster.probe" in child.cmdline() and "torch.distributed.run" not in child.cmdline():
                 found[int(child.environ()["RANK"])] = WARM.command_of(number)
         except psutil.Error:
             continue

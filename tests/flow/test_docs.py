@@ -22,7 +22,7 @@ pytestmark = pytest.mark.flow
 
 # What stands for a name that the reader has to put in.
 PLACEHOLDERS = {
-    "stages apply NAME": "stages apply tight_memory",
+    "shardwright apply NAME": "shardwright apply tight_memory",
     "sweep NAME": "sweep budgets",
     "--diff A B": "--diff kept .",
     "--node-rank=N": "--node-rank=0",
@@ -33,18 +33,18 @@ NOT_RUN = {
     r"make .*": "makes an environment: tests/flow/test_cli.py asks make what it would do",
     r"source .*|pre-commit .*|pip .*|apt-get .*": "changes the reader's environment",
     r"git clone .*": "needs the address of the project",
-    r"python -m stages ui": "serves until it is stopped; its command is in tests/pipeline/test_tracking.py",
+    r"shardwright ui": "serves until it is stopped; its command is in tests/pipeline/test_tracking.py",
     r"python -m benchmarks\..*": "minutes to hours, or a GPU; some parts: tests/stages/test_overhead_benchmark.py",
     r"python -m pytest .*": "an op of the reader's",
     r"python -m torch\.distributed\.run .*": "needs a GPU",
-    r"python -m stages\.cluster\.join .*": "several hosts: tests/flow/test_cluster_hosts.py runs it",
-    r"python -m stages calibrate .*": "needs steps that the reader measured: tests/stages/test_calibrate.py",
+    r"python -m shardwright\.stages\.cluster\.join .*": "several hosts: tests/flow/test_cluster_hosts.py runs it",
+    r"shardwright calibrate .*": "needs steps that the reader measured: tests/stages/test_calibrate.py",
     r"torchrun .*": "several hosts: tests/flow/test_train_hosts.py runs it",
     r"srun .*|sbatch .*": "needs Slurm; the script is tried in tests/stages/test_sbatch.py",
 }
 SHOWN = {re.sub("|".join(map(re.escape, PLACEHOLDERS)), lambda found: PLACEHOLDERS[found[0]], one.text): one.page
          for one in shown_commands(SOURCE)}  # fmt: skip
-WITHOUT_RUN = ("python -m stages price", "python -m stages whatif")  # begin so: run in a project as it ships
+WITHOUT_RUN = ("shardwright price", "shardwright whatif")  # begin so: run in a project as it ships
 
 
 def reason(command: str) -> str | None:
@@ -124,7 +124,7 @@ Say `dvc repro --force
 train` or `explain layers.0`, not `make`, `source: probe` or `# a comment`.
 
 ```sh
-python -m stages check   # a comment
+shardwright check   # a comment
 .venv/bin/python -m pytest \\
     tests/a.py
 no_such_program --here
@@ -135,31 +135,31 @@ error: nothing to run
 $ git status
 ```
 
-    torchrun --nnodes=2 --module stages train
+    torchrun --nnodes=2 --module shardwright train
     predicted 2 ms
 
     mkdir kept && cp -r runs kept/   # both
 """
     assert commands_of(page) == [
-        *("python -m stages check", "python -m pytest tests/a.py", "no_such_program --here", "git status"),
-        *("torchrun --nnodes=2 --module stages train", "mkdir kept && cp -r runs kept/"),
-        *("dvc repro --force train", "python -m stages explain layers.0"),
+        *("shardwright check", "python -m pytest tests/a.py", "no_such_program --here", "git status"),
+        *("torchrun --nnodes=2 --module shardwright train", "mkdir kept && cp -r runs kept/"),
+        *("dvc repro --force train", "shardwright explain layers.0"),
     ]
 
 
 @pytest.mark.parametrize(
     ("command", "told"),
     [
-        ("python -m stages explain --no-such", "--no-such"),
-        ("python -m stages no_such", "no_such"),
+        ("shardwright explain --no-such", "--no-such"),
+        ("shardwright no_such", "no_such"),
         ("python -m benchmarks.no_such", "no module benchmarks.no_such"),
         ("python -m benchmarks.rotor --no-such 3", "--no-such"),
         ("make no_such", "no_such"),
         ("dvc repro no_such", "no stage no_such"),
         ("dvc exp run -S conf/train/adamw.yaml:stepz=50", "did you mean 'steps'"),
         ("dvc exp run -S conf/config.yaml:cluster=no_such codegen", "no_such"),
-        ("torchrun --nnodes=4 --no-such=1 --module stages train", "no-such"),
-        ("srun --nodes=4 python -m stages trian", "trian"),
+        ("torchrun --nnodes=4 --no-such=1 --module shardwright train", "no-such"),
+        ("srun --nodes=4 shardwright trian", "trian"),
         ("cd docs && dvc commit trian", "no stage trian"),
     ],
 )

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.base.artifacts import KINDS
-from pipeline.base.stage import STAGES as SPECS
-from pipeline.config import try_settings
-from stages.sweep.run import points_of
+from shardwright.pipeline.base.artifacts import KINDS
+from shardwright.pipeline.base.stage import STAGES as SPECS
+from shardwright.pipeline.config import try_settings
+from shardwright.stages.sweep.run import points_of
 from tests.flow.conftest import Maker
 from tests.flow.project import STAGES, TINY, Done, Project
 
@@ -98,7 +98,7 @@ def test_a_stage_that_is_done_runs_again_and_no_other(project: Project, command:
     assert run(project, command).stages == [command.split()[-1]]
 
 
-@documented("python -m stages cluster", "python -m stages solve", "python -m stages train", "python -m stages train -v")
+@documented("shardwright cluster", "shardwright solve", "shardwright train", "shardwright train -v")
 def test_one_stage_without_dvc(project: Project, command: str) -> None:
     stage = command.split()[3]
     said = run(project, command).err
@@ -107,7 +107,7 @@ def test_one_stage_without_dvc(project: Project, command: str) -> None:
     assert stage != "cluster" or "candidate meshes: d0 2" in said
 
 
-@documented("python -m stages verify", "python -m stages verify --steps 3")
+@documented("shardwright verify", "shardwright verify --steps 3")
 def test_the_program_is_the_model(project: Project, command: str) -> None:
     done = run(project, command)
     assert "3 steps on 2 ranks" in done.err and "\nequal: loss, " in done.out
@@ -179,9 +179,9 @@ TIGHT = "cluster=preset_cpu solve.memory_budget_gb=0.02"
 
 
 @documented(
-    "python -m stages whatif batch",
-    f"python -m stages whatif batch {TIGHT} --step 8",
-    f"python -m stages whatif sequence {TIGHT} --step 64",
+    "shardwright whatif batch",
+    f"shardwright whatif batch {TIGHT} --step 8",
+    f"shardwright whatif sequence {TIGHT} --step 64",
 )
 def test_the_largest_that_fits(project: Project, command: str) -> None:
     question, step = command.split()[4], int((re.findall(r"--step (\d+)", command) or ["2"])[0])
@@ -189,23 +189,23 @@ def test_the_largest_that_fits(project: Project, command: str) -> None:
     assert found is not None and int(found[2]) - int(found[1]) == step and int(found[1]) % step == 0
 
 
-@documented("python -m stages whatif devices", f"python -m stages whatif devices {TIGHT}")
+@documented("shardwright whatif devices", f"shardwright whatif devices {TIGHT}")
 def test_the_fewest_devices(project: Project, command: str) -> None:
     assert re.search(r"^[12] devices are the fewest that fit$", run(project, command).out, re.MULTILINE)
 
 
-@documented("python -m stages whatif budget cluster=preset_cpu model=mlp")
+@documented("shardwright whatif budget cluster=preset_cpu model=mlp")
 def test_budgets(project: Project, command: str) -> None:
     assert re.search(r"GB is the least that fits, to 1%; the plan changes at \d+ budgets", run(project, command).out)
 
 
-@documented("python -m stages whatif link bandwidth=0.5,0.25 latency=2 cluster=preset_cpu")
+@documented("shardwright whatif link bandwidth=0.5,0.25 latency=2 cluster=preset_cpu")
 def test_slower_links(project: Project, command: str) -> None:
     out = run(project, command).out
     assert re.findall(r"^([\d.]+) of the bandwidth, 2 of the latency ", out, re.MULTILINE) == ["0.5", "0.25"]
 
 
-@documented("python -m stages whatif clusters preset_cpu,single_cpu")
+@documented("shardwright whatif clusters preset_cpu,single_cpu")
 def test_clusters(project: Project, command: str) -> None:
     out = run(project, command).out
     assert re.findall(r"^(\w+_cpu) +([12]) +\d", out, re.MULTILINE) == [("preset_cpu", "2"), ("single_cpu", "1")]
@@ -214,7 +214,7 @@ def test_clusters(project: Project, command: str) -> None:
 # -- sweeps -----------------------------------------------------------------------------------------------------------
 
 
-@documented("python -m stages sweep cluster=preset_cpu,single_cpu solve.memory_budget_gb=0.02")
+@documented("shardwright sweep cluster=preset_cpu,single_cpu solve.memory_budget_gb=0.02")
 def test_a_sweep_without_a_file(project: Project, command: str) -> None:
     """Its points are those of the page, and are accepted; test_sweeps.py runs one such."""
     points = points_of(command.split()[4:])
@@ -223,7 +223,7 @@ def test_a_sweep_without_a_file(project: Project, command: str) -> None:
     assert [config.solve.memory_budget_gb for config in found] == [0.02, 0.02]
 
 
-@documented("python -m stages sweep budgets")
+@documented("shardwright sweep budgets")
 def test_points_of_a_sweep(project: Project, command: str) -> None:
     """Each is an experiment and a row; the last has a budget that no plan fits, which is its row's reason."""
     out = run(project, command).out

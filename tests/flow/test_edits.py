@@ -9,8 +9,8 @@ import shutil
 
 import pytest
 
-from pipeline.base.artifacts import KINDS
-from pipeline.base.stage import STAGES as SPECS
+from shardwright.pipeline.base.artifacts import KINDS
+from shardwright.pipeline.base.stage import STAGES as SPECS
 from tests.flow.conftest import Maker
 from tests.flow.project import STAGES, TINY, Project, check_against_plain, undone
 from tests.flow.tracked import Tracked
@@ -52,10 +52,21 @@ def test_a_saved_plan_is_taken_and_watched(tiny: Project) -> None:
 
 def test_a_classifier(tiny: Project) -> None:
     with undone(tiny, "conf/model/tiny.yaml", "conf/data/tiny.yaml"):
-        module = {"_target_": "pipeline.models.mlp.build", "features": 6, "width": 8, "classes": 4, "depth": 2}
+        module = {
+            "_target_": "shardwright.pipeline.models.mlp.build",
+            "features": 6,
+            "width": 8,
+            "classes": 4,
+            "depth": 2,
+        }
         batch = {"inputs": {"shape": [12, 6], "dtype": "float32"}, "targets": {"shape": [12], "dtype": "int64"}}
         tiny.write_yaml("conf/model/tiny.yaml", {"module": module, "batch": batch})
-        dataset = {"_target_": "pipeline.models.data.ClassVectors", "features": 6, "classes": 4, "samples": 50}
+        dataset = {
+            "_target_": "shardwright.pipeline.models.data.ClassVectors",
+            "features": 6,
+            "classes": 4,
+            "samples": 50,
+        }
         tiny.write_yaml("conf/data/tiny.yaml", {"dataset": dataset})
         assert sorted(tiny.repro().ok().stages) == sorted(set(STAGES) - {"cluster"})
         check_against_plain(tiny, 2, 1e-5)

@@ -1,6 +1,6 @@
 """Ten families of models on two ranks: data parallel, and plans drawn at random, give the module's own gradients.
 
-The grouped product of Mixtral has no float64: it is judged as `python -m stages verify` does, which has one for it.
+The grouped product of Mixtral has no float64: it is judged as `shardwright verify` does, which has one for it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ pytest.importorskip("transformers", reason="the extra `hf` is not installed")
 
 from benchmarks.equality_plans import Case, cases, graph_of
 from benchmarks.equality_ranks import Group
-from pipeline.ir.verify import verify_sharding
-from stages.codegen.module import write_module
+from shardwright.pipeline.ir.verify import verify_sharding
+from shardwright.stages.codegen.module import write_module
 from tests import plans
 from tests.ranks import run_ranks
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.base import artifacts
-from pipeline.base.artifacts import KINDS
-from pipeline.base.errors import ArtifactError
-from pipeline.base.stage import STAGES as SPECS
-from pipeline.base.stage import read_summary
+from shardwright.pipeline.base import artifacts
+from shardwright.pipeline.base.artifacts import KINDS
+from shardwright.pipeline.base.errors import ArtifactError
+from shardwright.pipeline.base.stage import STAGES as SPECS
+from shardwright.pipeline.base.stage import read_summary
 from tests.flow.conftest import Maker
 from tests.flow.project import STAGES, TINY, WARM, Project
 
@@ -154,7 +154,7 @@ def test_dvc_killed(victim: Victim, stage: str) -> None:
 
 def test_torchrun_killed(victim: Victim) -> None:
     dvc, _ = victim.start("train")
-    find(dvc, lambda line: "stages.train.worker" in line and "torch.distributed.run" not in line)
+    find(dvc, lambda line: "shardwright.stages.train.worker" in line and "torch.distributed.run" not in line)
     launcher = find(dvc, lambda line: "torch.distributed.run" in line)
     assert kill(launcher)
     victim.after(dvc, "train")
@@ -162,9 +162,9 @@ def test_torchrun_killed(victim: Victim) -> None:
 
 DIE = """
 import os
-from pipeline.base import artifacts
+from shardwright.pipeline.base import artifacts
 artifacts.save = lambda *_: os._exit(9)
-from stages.__main__ import main
+from shardwright.stages.command_line import main
 main(["train"])
 """
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.models import gpt
-from stages.__main__ import main
+from shardwright.pipeline.models import gpt
+from shardwright.stages.command_line import main
 from tests.flow import plain_loop
 from tests.flow.conftest import Maker
 from tests.flow.project import STAGES, TINY, Project, worst_difference

@@ -11,12 +11,12 @@ from itertools import pairwise
 
 import pytest
 
-from pipeline.base import artifacts
-from pipeline.base.artifacts import KINDS
-from pipeline.base.stage import STAGES as SPECS
-from pipeline.base.stage import read_summary
-from pipeline.config import listing
-from pipeline.tracking.headline import HEADLINES
+from shardwright.pipeline.base import artifacts
+from shardwright.pipeline.base.artifacts import KINDS
+from shardwright.pipeline.base.stage import STAGES as SPECS
+from shardwright.pipeline.base.stage import read_summary
+from shardwright.pipeline.config import listing
+from shardwright.pipeline.tracking.headline import HEADLINES
 from tests.flow.conftest import Maker
 from tests.flow.project import SOURCE, STAGES, Done, Project, undone, worst_difference
 from tests.flow.tracked import Tracked

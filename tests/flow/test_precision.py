@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from stages.__main__ import main
+from shardwright.stages.command_line import main
 from tests.flow import plain_loop
 from tests.flow.conftest import Maker
 from tests.flow.project import STAGES, TINY, Project, worst_difference

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from hypothesis import Phase, given, settings
 
-from pipeline.ir.graph import Role
-from pipeline.ir.plan import Plan
+from shardwright.pipeline.ir.graph import Role
+from shardwright.pipeline.ir.plan import Plan
 from tests import plans
 from tests.ranks import run_ranks
 
@@ -116,7 +116,7 @@ def test_a_plan_for_one_rank(model: str, tmp_path: Path) -> None:
 
 def test_random_plans_use_every_conversion_and_nested_recompute() -> None:
     """What the random plans are worth: all of the table occurs in them."""
-    from pipeline.sharding.conversions import TABLE
+    from shardwright.pipeline.sharding.conversions import TABLE
 
     seen, nested, states, again, every = set(), 0, 0, 0, []
     for ranks, name in RANDOM:

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cost.step import Workload
-from pipeline.ir.graph import Role
-from pipeline.runtime.step.memory import Tally
-from stages.checkpoint.describe import describe
+from shardwright.pipeline.cost.step import Workload
+from shardwright.pipeline.ir.graph import Role
+from shardwright.pipeline.runtime.step.memory import Tally
+from shardwright.stages.checkpoint.describe import describe
 from tests import plans, storage_plans
 from tests.programs import SCHEDULES
 from tests.ranks import run_ranks
@@ -58,7 +58,9 @@ def wrong_programs() -> dict[str, str]:
         source = source_of(f"gpt8-{name}")
         assert right in source
         source = source.replace(
-            "from pipeline.runtime", "from pipeline.runtime import gather\nfrom pipeline.runtime", 1
+            "from shardwright.pipeline.runtime",
+            "from shardwright.pipeline.runtime import gather\nfrom shardwright.pipeline.runtime",
+            1,
         )
         source = source.replace(right, wrong)
         found[f"gpt8-wrong_{fault}"] = source

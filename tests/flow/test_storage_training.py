@@ -13,17 +13,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.cost.step import StepPrice, Workload
-from pipeline.ir.plan import Plan
-from pipeline.models import gpt
-from pipeline.models.data import TokenSequences
-from pipeline.runtime.step.buckets import SumBucket
-from pipeline.runtime.step.memory import storage_bytes
-from stages.checkpoint.recompute import schedule
-from stages.checkpoint.recompute.linearize import Linear, linearize
-from stages.checkpoint.recompute.simulate import simulate
-from stages.train.engines.planned import PlannedEngine
-from stages.train.loop import Loop
+from shardwright.pipeline.cost.step import StepPrice, Workload
+from shardwright.pipeline.ir.plan import Plan
+from shardwright.pipeline.models import gpt
+from shardwright.pipeline.models.data import TokenSequences
+from shardwright.pipeline.runtime.step.buckets import SumBucket
+from shardwright.pipeline.runtime.step.memory import storage_bytes
+from shardwright.stages.checkpoint.recompute import schedule
+from shardwright.stages.checkpoint.recompute.linearize import Linear, linearize
+from shardwright.stages.checkpoint.recompute.simulate import simulate
+from shardwright.stages.train.engines.planned import PlannedEngine
+from shardwright.stages.train.loop import Loop
 from tests import plans, storage_plans
 from tests.jobs import train_settings
 from tests.ranks import run_ranks
@@ -62,10 +62,14 @@ def job(module: Path) -> dict:
         "module_path": str(module),
         "model": {
             "precision": "fp32",
-            "module": {"_target_": "pipeline.models.gpt.build", **sizes},
+            "module": {"_target_": "shardwright.pipeline.models.gpt.build", **sizes},
             "batch": {"input_ids": shape, "labels": shape},
         },
-        "data": {"dataset": {"_target_": "pipeline.models.data.TokenSequences", **data}, "shuffle": False, "seed": 0},
+        "data": {
+            "dataset": {"_target_": "shardwright.pipeline.models.data.TokenSequences", **data},
+            "shuffle": False,
+            "seed": 0,
+        },
         "train": train_settings(
             steps=STEPS, seed=3, optimizer={"_target_": "torch.optim.AdamW", "lr": 0.01, "weight_decay": 0.1}
         ),

@@ -1,4 +1,4 @@
-"""`python -m stages sweep` with real DVC experiments and a real MLflow store, on a very small model."""
+"""`shardwright sweep` with real DVC experiments and a real MLflow store, on a very small model."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import subprocess
 
 import pytest
 
-from pipeline.base.log import get_log
-from stages.sweep.run import run
+from shardwright.pipeline.base.log import get_log
+from shardwright.stages.sweep.run import run
 from tests.flow.tracked import Tracked
 
 pytestmark = pytest.mark.flow

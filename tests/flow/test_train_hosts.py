@@ -72,7 +72,7 @@ def kill_a_rank(project: Project, launcher: subprocess.Popen[str]) -> None:
         assert launcher.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
     asked = (psutil.Process(number) for number in WARM.below(launcher.pid))
-    rank = next(process.pid for process in asked if "stages.train.worker" in process.cmdline())
+    rank = next(process.pid for process in asked if "shardwright.stages.train.worker" in process.cmdline())
     psutil.Process(WARM.command_of(rank)).kill()
 
 

@@ -59,9 +59,10 @@ class Server:
             python = self._folder / "python"
             python.write_text(f'#!/bin/sh\n[ "$1" = -u ] && [ "$2" = -m ] && shift\n[ "$1" = -m ] && {ask}\n{other}\n')
             python.chmod(0o700)
-            dvc = self._folder / "dvc"
-            dvc.write_text(f'#!/bin/sh\nexec "{python}" -m dvc "$@"\n')
-            dvc.chmod(0o700)
+            for command in ("dvc", "shardwright"):
+                script = self._folder / command
+                script.write_text(f'#!/bin/sh\nexec "{python}" -m {command} "$@"\n')
+                script.chmod(0o700)
             command = [sys.executable, __file__, "serve", str(self._folder)]
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             assert self._process.stdout

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base import artifacts
-from pipeline.base.artifacts import KINDS, Artifact, check_together, load, make, save
-from pipeline.base.errors import ArtifactError
-from pipeline.base.files import write_atomic
-from pipeline.base.soundness import check_sound
-from pipeline.ir.report import Report
+from shardwright.pipeline.base import artifacts
+from shardwright.pipeline.base.artifacts import KINDS, Artifact, check_together, load, make, save
+from shardwright.pipeline.base.errors import ArtifactError
+from shardwright.pipeline.base.files import write_atomic
+from shardwright.pipeline.base.soundness import check_sound
+from shardwright.pipeline.ir.report import Report
 from tests.graphs import frontier_of, mlp_graph, plan_of, preset, profile_of
 
 CONFIG = {"model": "m0", "cluster": "c0", "solve": "s0"}

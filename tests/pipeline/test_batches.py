@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.base.errors import TrainError
-from pipeline.ir.layout import Layout
-from pipeline.runtime.programs.mesh import MeshAxis
-from pipeline.runtime.step.slices import Slices
-from pipeline.user import batches
+from shardwright.pipeline.base.errors import TrainError
+from shardwright.pipeline.ir.layout import Layout
+from shardwright.pipeline.runtime.programs.mesh import MeshAxis
+from shardwright.pipeline.runtime.step.slices import Slices
+from shardwright.pipeline.user import batches
 from tests.mesh_plans import stored
 from tests.meshes import everywhere, own_shard
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.runtime.programs.mesh import set_mesh
-from pipeline.runtime.step.gradients import Clipping
-from pipeline.runtime.step.passes import run_passes
+from shardwright.pipeline.runtime.programs.mesh import set_mesh
+from shardwright.pipeline.runtime.step.gradients import Clipping
+from shardwright.pipeline.runtime.step.passes import run_passes
 from tests import plans
 from tests.ranks import run_ranks
 from tests.storage_plans import NAMED, plan_named

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.ir.cluster import (
+from shardwright.pipeline.ir.cluster import (
     COLLECTIVES,
     Axis,
     Cluster,
@@ -23,11 +23,11 @@ from pipeline.ir.cluster import (
     Overlap,
     Split,
 )
-from pipeline.ir.codec import CodecError, decode, encode
-from pipeline.ir.graph import ITEM_SIZE, Args, Link, Op, OpGraph, Ref, Role, TensorType, Torch, Value
-from pipeline.ir.layout import Layout, S, State
-from pipeline.ir.names import look_up, pattern
-from pipeline.ir.plan import (
+from shardwright.pipeline.ir.codec import CodecError, decode, encode
+from shardwright.pipeline.ir.graph import ITEM_SIZE, Args, Link, Op, OpGraph, Ref, Role, TensorType, Torch, Value
+from shardwright.pipeline.ir.layout import Layout, S, State
+from shardwright.pipeline.ir.names import look_up, pattern
+from shardwright.pipeline.ir.plan import (
     Alternative,
     Baseline,
     Event,
@@ -43,8 +43,8 @@ from pipeline.ir.plan import (
     Timeline,
     Total,
 )
-from pipeline.ir.profile import Kernel, Kernels, LinkKernels, OpCost, Profile, Share, Step
-from pipeline.ir.report import Report
+from shardwright.pipeline.ir.profile import Kernel, Kernels, LinkKernels, OpCost, Profile, Share, Step
+from shardwright.pipeline.ir.report import Report
 
 FEW = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.runtime.compiler import host_calls as cache
+from shardwright.pipeline.runtime.compiler import host_calls as cache
 
 
 def test_a_folder_of_somebody_else_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

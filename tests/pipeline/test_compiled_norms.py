@@ -13,9 +13,9 @@ from torch import Tensor, fx
 from torch._functorch import config as functorch
 from torch._inductor import config as inductor
 
-from pipeline.runtime import compiled
-from pipeline.runtime.compiler import partitioner
-from pipeline.runtime.compiler.graph_passes import written
+from shardwright.pipeline.runtime import compiled
+from shardwright.pipeline.runtime.compiler import partitioner
+from shardwright.pipeline.runtime.compiler.graph_passes import written
 from tests.compiling import without_kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, when it compiles

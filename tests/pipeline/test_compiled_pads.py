@@ -11,9 +11,9 @@ from torch import Tensor, fx
 from torch._inductor import config
 from torch._inductor.fx_passes import pad_mm
 
-from pipeline.runtime import compiled
-from pipeline.runtime.compiler import graph_passes as padding
-from pipeline.runtime.compiler import partitioner
+from shardwright.pipeline.runtime import compiled
+from shardwright.pipeline.runtime.compiler import graph_passes as padding
+from shardwright.pipeline.runtime.compiler import partitioner
 from tests.compiling import without_kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, when it compiles

@@ -11,8 +11,8 @@ import torch._functorch.config
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.runtime import compiled
-from pipeline.runtime.compiler import partitioner
+from shardwright.pipeline.runtime import compiled
+from shardwright.pipeline.runtime.compiler import partitioner
 from tests.compiling import without_kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, when it compiles

@@ -9,16 +9,16 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from pipeline.ir.graph import Args, TensorType
-from pipeline.ops.discovery.discover import find
-from pipeline.runtime.pipelining.deferred_weight_grads import PRODUCTS, _of_weight, _of_x
-from pipeline.runtime.programs.collectives import in_memory
-from pipeline.runtime.recompute.regather import StridedView
-from pipeline.runtime.step.gradients import Clipping
-from pipeline.user.weights import write_weights
-from stages.train.ranks.safety import checksum
-from stages.train.snapshots.writer import _Staging
-from stages.verify.compare import whole_gap
+from shardwright.pipeline.ir.graph import Args, TensorType
+from shardwright.pipeline.ops.discovery.discover import find
+from shardwright.pipeline.runtime.pipelining.deferred_weight_grads import PRODUCTS, _of_weight, _of_x
+from shardwright.pipeline.runtime.programs.collectives import in_memory
+from shardwright.pipeline.runtime.recompute.regather import StridedView
+from shardwright.pipeline.runtime.step.gradients import Clipping
+from shardwright.pipeline.user.weights import write_weights
+from shardwright.stages.train.ranks.safety import checksum
+from shardwright.stages.train.snapshots.writer import _Staging
+from shardwright.stages.verify.compare import whole_gap
 from tests.one_op import example, t
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.errors import ConfigError
-from pipeline.config import Backend, apply_experiment, experiments, listing, load_config
+from shardwright.pipeline.base.errors import ConfigError
+from shardwright.pipeline.config import Backend, apply_experiment, experiments, listing, load_config
 
 PROJECT = Path(__file__).parents[2]
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.base.errors import ConfigError
-from pipeline.config import Config, load_config
+from shardwright.pipeline.base.errors import ConfigError
+from shardwright.pipeline.config import Config, load_config
 from tests.config_mutations import Mutation, any_mutations, chosen_files, invalid_mutations
 
 PROJECT = Path(__file__).parents[2]

@@ -11,10 +11,20 @@ import pytest
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 
-from pipeline.base.errors import ConfigError
-from pipeline.config import Backend, ClusterSource, Device, DType, Precision, Recompute, Solve, listing, load_config
-from pipeline.config.load import _too_deep
-from pipeline.config.source import parse
+from shardwright.pipeline.base.errors import ConfigError
+from shardwright.pipeline.config import (
+    Backend,
+    ClusterSource,
+    Device,
+    DType,
+    Precision,
+    Recompute,
+    Solve,
+    listing,
+    load_config,
+)
+from shardwright.pipeline.config.load import _too_deep
+from shardwright.pipeline.config.source import parse
 
 PROJECT = Path(__file__).parents[2]
 SOLVE = "conf/solve/glpk.yaml"
@@ -46,7 +56,7 @@ def test_shipped_configuration_is_typed_and_defaulted() -> None:
     assert config.choices["checkpoint"] == "rotor"
     assert config.model.batch["input_ids"].shape == [16, 64]
     assert config.model.batch["input_ids"].dtype is DType.int64
-    assert config.model.module["_target_"] == "pipeline.models.gpt.build"
+    assert config.model.module["_target_"] == "shardwright.pipeline.models.gpt.build"
     assert config.cluster.source is ClusterSource.probe and config.cluster.probe.max_message_mb == 4.0
     assert config.cluster.device is Device.cpu and config.model.precision is Precision.fp32
     assert config.solve.backend is Backend.glpk and config.solve.memory_budget_gb is None

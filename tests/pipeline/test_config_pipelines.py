@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.base.errors import ConfigError
-from pipeline.config import Pipeline, Recompute, load_config
+from shardwright.pipeline.base.errors import ConfigError
+from shardwright.pipeline.config import Pipeline, Recompute, load_config
 
 PROJECT = Path(__file__).parents[2]
 CHECKPOINT, SOLVE, TRAIN = "conf/checkpoint/rotor.yaml", "conf/solve/glpk.yaml", "conf/train/adamw.yaml"

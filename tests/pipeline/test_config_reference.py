@@ -6,17 +6,19 @@ from pathlib import Path
 
 import yaml
 
-from pipeline.base.stage import STAGES
-from pipeline.config.__main__ import reference
-from pipeline.config.check import fields_of, mandatory
-from pipeline.config.schema import GROUPS
+from shardwright.pipeline.base.stage import STAGES
+from shardwright.pipeline.config.__main__ import reference
+from shardwright.pipeline.config.check import fields_of, mandatory
+from shardwright.pipeline.config.schema import GROUPS
 
 PROJECT = Path(__file__).parents[2]
 PAGE = PROJECT / "docs/configuration.md"
 
 
 def test_page_is_up_to_date() -> None:
-    assert PAGE.read_text(encoding="utf-8") == reference(), "run: python -m pipeline.config > docs/configuration.md"
+    assert PAGE.read_text(encoding="utf-8") == reference(), (
+        "run: python -m shardwright.pipeline.config > docs/configuration.md"
+    )
 
 
 def test_the_keys_that_dvc_names_are_mandatory_and_those_of_the_stages() -> None:

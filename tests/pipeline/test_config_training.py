@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.base.errors import ConfigError
-from pipeline.config import load_config
+from shardwright.pipeline.base.errors import ConfigError
+from shardwright.pipeline.config import load_config
 
 PROJECT = Path(__file__).parents[2]
 TRAIN, DATA = "conf/train/adamw.yaml", "conf/data/synthetic_tokens.yaml"

@@ -8,23 +8,23 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.cost.step import BUCKET_BYTES, Workload, gradient_sum_seconds, resident_bytes, update_seconds
-from pipeline.cost.unsplit import card_of
-from pipeline.ir.cluster import COLLECTIVES, LATER, Curve, LinkCost, Pace
-from pipeline.ir.graph import Role
-from pipeline.ir.layout import B, Layout, P, R, S
-from pipeline.ir.plan import Sharding, Strategy
-from pipeline.ir.profile import as_run
-from pipeline.ir.program import Convert, Tensor
-from pipeline.ops.dims import strategies
-from pipeline.ops.mesh import view_op
-from pipeline.ops.table import rule_of
-from pipeline.rates.compute import Seconds, op_seconds, optimizer_bytes, optimizer_seconds
-from pipeline.rates.inner_collectives import talk_seconds
-from pipeline.rates.joined_axes import joined_link
-from pipeline.sharding.conversions import TABLE, conversion, entry_seconds, gathered_beside, gathered_share
-from pipeline.sharding.lowering import lower
-from stages.profile.by_table import profile_graph
+from shardwright.pipeline.cost.step import BUCKET_BYTES, Workload, gradient_sum_seconds, resident_bytes, update_seconds
+from shardwright.pipeline.cost.unsplit import card_of
+from shardwright.pipeline.ir.cluster import COLLECTIVES, LATER, Curve, LinkCost, Pace
+from shardwright.pipeline.ir.graph import Role
+from shardwright.pipeline.ir.layout import B, Layout, P, R, S
+from shardwright.pipeline.ir.plan import Sharding, Strategy
+from shardwright.pipeline.ir.profile import as_run
+from shardwright.pipeline.ir.program import Convert, Tensor
+from shardwright.pipeline.ops.dims import strategies
+from shardwright.pipeline.ops.mesh import view_op
+from shardwright.pipeline.ops.table import rule_of
+from shardwright.pipeline.rates.compute import Seconds, op_seconds, optimizer_bytes, optimizer_seconds
+from shardwright.pipeline.rates.inner_collectives import talk_seconds
+from shardwright.pipeline.rates.joined_axes import joined_link
+from shardwright.pipeline.sharding.conversions import TABLE, conversion, entry_seconds, gathered_beside, gathered_share
+from shardwright.pipeline.sharding.lowering import lower
+from shardwright.stages.profile.by_table import profile_graph
 from tests.graphs import (
     GRAPHS,
     frontier_of,

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipeline.runtime.compiler.compiled import compiled
-from pipeline.runtime.programs.local_ops import batch_norm
-from pipeline.runtime.recompute.regions import recompute
-from pipeline.runtime.step.running_stats import ChannelMoments, DeferredStatistics, combined, statistics_of
+from shardwright.pipeline.runtime.compiler.compiled import compiled
+from shardwright.pipeline.runtime.programs.local_ops import batch_norm
+from shardwright.pipeline.runtime.recompute.regions import recompute
+from shardwright.pipeline.runtime.step.running_stats import ChannelMoments, DeferredStatistics, combined, statistics_of
 from tests.compiling import without_kernels
 
 CHANNELS = 3

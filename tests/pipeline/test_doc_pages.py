@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.runtime_names import NAMES
-from pipeline.tracking.headline import HEADLINES, numbered
+from shardwright.pipeline.runtime_names import NAMES
+from shardwright.pipeline.tracking.headline import HEADLINES, numbered
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

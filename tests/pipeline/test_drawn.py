@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from pipeline.runtime.recompute import random_draws
-from pipeline.runtime.recompute.random_draws import Drawn, StepDraws
+from shardwright.pipeline.runtime.recompute import random_draws
+from shardwright.pipeline.runtime.recompute.random_draws import Drawn, StepDraws
 
 GPU = torch.device("cuda", 0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.architecture import code_of, covers, dependencies, missing_dependencies
-from pipeline.base.stage import STAGES
+from shardwright.pipeline.base.stage import STAGES
 
 # How solve comes to know of them, before it begins.
 USERS_OPS = {"pipeline/user/own_ops.py", "pipeline/base/instantiate.py"}

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.cost.pipelines.handovers import Doing, programs
-from pipeline.cost.pipelines.play import Load, simulate
-from pipeline.cost.pipelines.schedules import Pipeline, Sending, orders, refusal, sending_of
-from pipeline.ir.cluster import Overlap
+from shardwright.pipeline.cost.pipelines.handovers import Doing, programs
+from shardwright.pipeline.cost.pipelines.play import Load, simulate
+from shardwright.pipeline.cost.pipelines.schedules import Pipeline, Sending, orders, refusal, sending_of
+from shardwright.pipeline.ir.cluster import Overlap
 from tests.torch_pipelines import run_torch
 
 GPIPE, ONE, INTER, ZERO = Pipeline.GPIPE, Pipeline.ONE_F_ONE_B, Pipeline.INTERLEAVED, Pipeline.ZERO_BUBBLE

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base import artifacts
-from pipeline.config import Config, TrainEngine, load_config
-from pipeline.ir.plan import Prediction, Sharding
-from pipeline.tracking.headline import headlines, mesh_text, numbered, run_name, run_tags
+from shardwright.pipeline.base import artifacts
+from shardwright.pipeline.config import Config, TrainEngine, load_config
+from shardwright.pipeline.ir.plan import Prediction, Sharding
+from shardwright.pipeline.tracking.headline import headlines, mesh_text, numbered, run_name, run_tags
 from tests.unpipelined import whole_plan
 
 PROJECT = Path(__file__).parents[2]

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch._inductor import config as inductor
 from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
 
-from pipeline.runtime import compiled
-from pipeline.runtime.compiler import host_calls
-from stages.train import loop
+from shardwright.pipeline.runtime import compiled
+from shardwright.pipeline.runtime.compiler import host_calls
+from shardwright.stages.train import loop
 
 TOO_OLD = """#!/bin/sh
 if grep -qs -e csrc/inductor/cpp_wrapper -- "$@"; then

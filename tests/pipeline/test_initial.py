@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("transformers", reason="the extra `hf` is not installed")
 
-from pipeline.models import gpt, mlp
-from pipeline.runtime.step import initial_values
-from pipeline.runtime.step.initial_values import Initial
+from shardwright.pipeline.models import gpt, mlp
+from shardwright.pipeline.runtime.step import initial_values
+from shardwright.pipeline.runtime.step.initial_values import Initial
 from tests.families import FAMILIES
 
 

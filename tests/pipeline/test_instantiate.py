@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from pipeline.base.instantiate import TargetError, add_code_path, instantiate, locate
+from shardwright.pipeline.base.instantiate import TargetError, add_code_path, instantiate, locate
 
 WHERE = "conf/model/x.yaml: module"
 

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from pipeline import runtime
-from pipeline.ir.plan import Region
-from pipeline.runtime import kept, recompute
-from pipeline.runtime.context import step
-from pipeline.runtime.recompute.regions import replaying
+from shardwright.pipeline import runtime
+from shardwright.pipeline.ir.plan import Region
+from shardwright.pipeline.runtime import kept, recompute
+from shardwright.pipeline.runtime.context import step
+from shardwright.pipeline.runtime.recompute.regions import replaying
 from tests.meshes import mesh, run_threads
 from tests.plans import random_regions
 

@@ -11,7 +11,7 @@ import pytest
 SOURCE = """
 from typing import NamedTuple
 
-from pipeline.base.kernel_cache import kernel
+from shardwright.pipeline.base.kernel_cache import kernel
 
 
 class {name}(NamedTuple):

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.ir.profile import Kernel
-from pipeline.rates.kernels import (
+from shardwright.pipeline.ir.profile import Kernel
+from shardwright.pipeline.rates.kernels import (
     ATTENTION,
     BATCH_NORM,
     CONVOLUTIONS,

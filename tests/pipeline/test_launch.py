@@ -16,15 +16,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.launch.launch import Supervision, _command, _on_the_loopback, run_ranks
-from pipeline.launch.rank import MEET, forget_error, report_error, write_result
-from pipeline.launch.rendezvous import local_store
-from pipeline.launch.work_folder import LaunchFailed, WorkFolder, reason
+from shardwright.pipeline.launch.launch import Supervision, _command, _on_the_loopback, run_ranks
+from shardwright.pipeline.launch.rank import MEET, forget_error, report_error, write_result
+from shardwright.pipeline.launch.rendezvous import local_store
+from shardwright.pipeline.launch.work_folder import LaunchFailed, WorkFolder, reason
 
 RANK = """
 import json, os, signal, sys, time
 from pathlib import Path
-from pipeline.launch.rank import end_after_cause, follow_parent, forget_error, report_error, restart_count
+from shardwright.pipeline.launch.rank import end_after_cause, follow_parent, forget_error, report_error, restart_count
 
 work = Path(sys.argv[1])
 job = json.loads((work / "job.json").read_text())
@@ -235,7 +235,7 @@ def test_a_killed_parent_takes_its_ranks_along(notes):
     script = f"""
 import sys
 sys.path[:0] = {[str(notes), str(Path(__file__).parents[2])]!r}
-from pipeline.launch.launch import run_ranks
+from shardwright.pipeline.launch.launch import run_ranks
 run_ranks("a_rank", {{"mode": "hang", "notes": {str(notes)!r}, "payload": 1}}, 2, 120)
 """
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -10,7 +10,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.ir.layout import AxisSplit, B, Layout, P, Place, R, S, State, at_places, replicated, without_gradient
+from shardwright.pipeline.ir.layout import (
+    AxisSplit,
+    B,
+    Layout,
+    P,
+    Place,
+    R,
+    S,
+    State,
+    at_places,
+    replicated,
+    without_gradient,
+)
 from tests.meshes import everywhere, own_shard, placed, spots
 
 states = st.one_of(

@@ -9,18 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.base.errors import ClusterError
-from pipeline.config import listing, load_config, load_part
-from pipeline.config.schema import OverlapMode
-from pipeline.cost.lines import LineTask, played
-from pipeline.cost.pipelines.play import Load, simulate
-from pipeline.cost.pipelines.schedules import Pipeline, orders, sending_of
-from pipeline.ir.cluster import Overlap
-from pipeline.layouts.calibrate import FITTED, MeasuredStep, calibrated, predicted, with_shares
-from pipeline.layouts.machine import machine_of
-from pipeline.layouts.measured import AllWorks
-from pipeline.layouts.search import Wanted, candidates, search
-from pipeline.layouts.sizes import (
+from shardwright.pipeline.base.errors import ClusterError
+from shardwright.pipeline.config import listing, load_config, load_part
+from shardwright.pipeline.config.schema import OverlapMode
+from shardwright.pipeline.cost.lines import LineTask, played
+from shardwright.pipeline.cost.pipelines.play import Load, simulate
+from shardwright.pipeline.cost.pipelines.schedules import Pipeline, orders, sending_of
+from shardwright.pipeline.ir.cluster import Overlap
+from shardwright.pipeline.layouts.calibrate import FITTED, MeasuredStep, calibrated, predicted, with_shares
+from shardwright.pipeline.layouts.machine import machine_of
+from shardwright.pipeline.layouts.measured import AllWorks
+from shardwright.pipeline.layouts.search import Wanted, candidates, search
+from shardwright.pipeline.layouts.sizes import (
     KNOWN,
     AttentionKernel,
     LayoutError,
@@ -29,7 +29,7 @@ from pipeline.layouts.sizes import (
     stage_layers,
     why_not,
 )
-from pipeline.layouts.step import (
+from shardwright.pipeline.layouts.step import (
     LayoutPrices,
     StageSeconds,
     handovers,
@@ -39,8 +39,8 @@ from pipeline.layouts.step import (
     state_bytes,
     visible,
 )
-from pipeline.layouts.work import RecomputeMode
-from stages.commands import planner_stages
+from shardwright.pipeline.layouts.work import RecomputeMode
+from shardwright.stages.commands import planner_stages
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = Transformer(hidden=1024, layers=24, heads=16, sequence=1024, vocabulary=51200, batch=256)
@@ -219,7 +219,7 @@ def test_a_card_and_its_links_reach_what_the_preset_says():
 
 def test_links_of_an_axis_are_those_of_a_mesh_of_the_planner():
     group = PLANNER.group(MACHINE.settings)
-    from stages.cluster.meshes import candidate_meshes
+    from shardwright.stages.cluster.meshes import candidate_meshes
 
     mesh = next(mesh for mesh in candidate_meshes(group) if mesh.sizes == (2, 4, 8))
     assert MACHINE.axis("tp", 8, 1).links == mesh.axes[2].links

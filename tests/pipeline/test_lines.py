@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.cost.lines import COMPUTE, LineTask, played
-from pipeline.cost.step_lines import Bucket, Collective, LinkPass, StepLines, Traffic, tasks_of
+from shardwright.pipeline.cost.lines import COMPUTE, LineTask, played
+from shardwright.pipeline.cost.step_lines import Bucket, Collective, LinkPass, StepLines, Traffic, tasks_of
 
 TICK = 1 / 64
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base import lock
-from pipeline.base.lock import Locked, locked, refuse_locked, this_process
-from pipeline.base.stage import STAGES, execute
+from shardwright.pipeline.base import lock
+from shardwright.pipeline.base.lock import Locked, locked, refuse_locked, this_process
+from shardwright.pipeline.base.stage import STAGES, execute
 from tests.graphs import SILENT
 
 DEAD = 2**22 + 1  # more than any process has

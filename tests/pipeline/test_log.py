@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from pipeline.base.log import NORMAL, QUIET, VERBOSE, get_log, progress
+from shardwright.pipeline.base.log import NORMAL, QUIET, VERBOSE, get_log, progress
 
 
 def speak(verbosity):

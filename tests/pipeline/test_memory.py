@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.runtime.step.memory import measure_peak
+from shardwright.pipeline.runtime.step.memory import measure_peak
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -37,7 +37,7 @@ def test_old_gradients_are_gone_while_new_ones_are_made(device: str, monkeypatch
 
 FAULTS = """
 import resource, torch
-from pipeline.runtime.step.memory import keep_freed_memory
+from shardwright.pipeline.runtime.step.memory import keep_freed_memory
 keep_freed_memory()
 def step():
     kept = [torch.ones(1 << 23) for _ in range(4)]  # of 32 MiB each

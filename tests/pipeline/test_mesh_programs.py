@@ -8,16 +8,16 @@ from itertools import pairwise
 
 import pytest
 
-from pipeline.cost.step import Workload
-from pipeline.ir.codec import decode, encode
-from pipeline.ir.graph import Args, Link, Op, OpGraph, Ref, Role, Value
-from pipeline.ir.layout import Layout, R
-from pipeline.ir.plan import Prediction, Region, Sharding
-from pipeline.ir.program import Call, Convert, Step, Tensor
-from pipeline.sharding.conversions import gathered_share, gathered_together
-from pipeline.sharding.lowering import lower, with_paths
-from pipeline.sharding.paths import Paths
-from stages.codegen.module import write_module
+from shardwright.pipeline.cost.step import Workload
+from shardwright.pipeline.ir.codec import decode, encode
+from shardwright.pipeline.ir.graph import Args, Link, Op, OpGraph, Ref, Role, Value
+from shardwright.pipeline.ir.layout import Layout, R
+from shardwright.pipeline.ir.plan import Prediction, Region, Sharding
+from shardwright.pipeline.ir.program import Call, Convert, Step, Tensor
+from shardwright.pipeline.sharding.conversions import gathered_share, gathered_together
+from shardwright.pipeline.sharding.lowering import lower, with_paths
+from shardwright.pipeline.sharding.paths import Paths
+from shardwright.stages.codegen.module import write_module
 from tests.graphs import gpt_graph, graph_strategies, mlp_graph, preset, profile_of
 from tests.meshes import mesh
 from tests.one_op import example, t

@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pipeline import runtime
-from pipeline.ir.layout import R
-from pipeline.ir.plan import Sharding, Strategy
-from pipeline.ir.program import Call
-from pipeline.ir.program import Tensor as Placed
-from pipeline.ops.mesh import _strategies, followers, op_strategies, signature, view_op
-from stages.codegen.block import BlockWriter, Outside
+from shardwright.pipeline import runtime
+from shardwright.pipeline.ir.layout import R
+from shardwright.pipeline.ir.plan import Sharding, Strategy
+from shardwright.pipeline.ir.program import Call
+from shardwright.pipeline.ir.program import Tensor as Placed
+from shardwright.pipeline.ops.mesh import _strategies, followers, op_strategies, signature, view_op
+from shardwright.stages.codegen.block import BlockWriter, Outside
 from tests.graphs import gpt_graph, graph_strategies, mlp_graph
 from tests.meshes import check, distribute, mesh, run_threads
 from tests.one_op import Example, example, run_unsplit, t

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.models.data import ClassImages, ClassVectors, TokenSequences
-from pipeline.models.text import Bytes, Characters, TextFile
+from shardwright.pipeline.models.data import ClassImages, ClassVectors, TokenSequences
+from shardwright.pipeline.models.text import Bytes, Characters, TextFile
 
 TEXT = "Grüße, 世界! one two\n" * 9
 

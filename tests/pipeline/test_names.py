@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.ir.names import look_up, pattern, ranges
+from shardwright.pipeline.ir.names import look_up, pattern, ranges
 
 PARTS = st.sampled_from(["layers", "up", "0", "1", "2", "3", "10", "11", "07", "a-b"])
 NAMES = st.lists(PARTS, min_size=1, max_size=4).map(".".join)

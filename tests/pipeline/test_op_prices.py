@@ -10,27 +10,27 @@ from functools import cache
 import pytest
 import torch
 
-from pipeline.config import Checkpoint, Recompute
-from pipeline.cost.groups import Join
-from pipeline.cost.links import link_costs
-from pipeline.cost.step import Priced, Workload
-from pipeline.cost.two_lines import ends_of, unrecomputed_runs
-from pipeline.cost.unsplit import card_of
-from pipeline.ir.cluster import NO_HOST, Cluster, Mesh
-from pipeline.ir.graph import OpGraph
-from pipeline.ir.plan import Frontier, Proof
-from pipeline.ir.profile import Compiled, CompiledBlock, CompiledWay, Profile, as_run
-from pipeline.ops.blocks import blocks_of
-from pipeline.ops.mesh import op_strategies, view_op
-from pipeline.rates.compute import op_seconds
-from pipeline.rates.kernels import kernel_seconds
-from pipeline.sharding.lowering import with_paths
-from pipeline.sharding.slices import sliced
-from stages.checkpoint.choose import evaluate
-from stages.profile.run import make_profile
-from stages.solve.on_mesh import price_point
-from stages.solve.problem.build import build, to_sharding
-from stages.solve.problem.storage import Way
+from shardwright.pipeline.config import Checkpoint, Recompute
+from shardwright.pipeline.cost.groups import Join
+from shardwright.pipeline.cost.links import link_costs
+from shardwright.pipeline.cost.step import Priced, Workload
+from shardwright.pipeline.cost.two_lines import ends_of, unrecomputed_runs
+from shardwright.pipeline.cost.unsplit import card_of
+from shardwright.pipeline.ir.cluster import NO_HOST, Cluster, Mesh
+from shardwright.pipeline.ir.graph import OpGraph
+from shardwright.pipeline.ir.plan import Frontier, Proof
+from shardwright.pipeline.ir.profile import Compiled, CompiledBlock, CompiledWay, Profile, as_run
+from shardwright.pipeline.ops.blocks import blocks_of
+from shardwright.pipeline.ops.mesh import op_strategies, view_op
+from shardwright.pipeline.rates.compute import op_seconds
+from shardwright.pipeline.rates.kernels import kernel_seconds
+from shardwright.pipeline.sharding.lowering import with_paths
+from shardwright.pipeline.sharding.slices import sliced
+from shardwright.stages.checkpoint.choose import evaluate
+from shardwright.stages.profile.run import make_profile
+from shardwright.stages.solve.on_mesh import price_point
+from shardwright.stages.solve.problem.build import build, to_sharding
+from shardwright.stages.solve.problem.storage import Way
 from tests.graphs import preset
 from tests.plans import graph_of
 

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import find, given, settings
 from hypothesis import strategies as st
 
-from pipeline.ir.graph import Torch
-from pipeline.ir.layout import S
-from pipeline.ops.dims import read_line, strategies
-from pipeline.ops.own_names import CONSTANT, EMBEDDING_BAG
-from pipeline.ops.public import overload_of
-from pipeline.ops.shapes import broadcast
-from pipeline.ops.table import rule_of, table
+from shardwright.pipeline.ir.graph import Torch
+from shardwright.pipeline.ir.layout import S
+from shardwright.pipeline.ops.dims import read_line, strategies
+from shardwright.pipeline.ops.own_names import CONSTANT, EMBEDDING_BAG
+from shardwright.pipeline.ops.public import overload_of
+from shardwright.pipeline.ops.shapes import broadcast
+from shardwright.pipeline.ops.table import rule_of, table
 from tests.one_op import Example, check_rule, example, t
 from tests.op_cases import CASES
 from tests.op_options import OPTIONS, PLAIN, REFUSED

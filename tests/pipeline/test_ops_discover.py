@@ -10,11 +10,11 @@ import signal
 import pytest
 import torch
 
-from pipeline.ir.graph import Args, Op, OpGraph, Ref, Role, TensorType, Value
-from pipeline.ops.dims import strategies
-from pipeline.ops.discovery import child, discover, remembered
-from pipeline.ops.rule import OpView, plain_view
-from pipeline.ops.table import rule_of
+from shardwright.pipeline.ir.graph import Args, Op, OpGraph, Ref, Role, TensorType, Value
+from shardwright.pipeline.ops.dims import strategies
+from shardwright.pipeline.ops.discovery import child, discover, remembered
+from shardwright.pipeline.ops.rule import OpView, plain_view
+from shardwright.pipeline.ops.table import rule_of
 from tests.one_op import check_rule, example, t
 
 

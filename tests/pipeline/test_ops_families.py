@@ -6,14 +6,14 @@ import pytest
 
 pytest.importorskip("transformers", reason="the extra `hf` is not installed")
 
-from pipeline.ir.graph import Op, OpGraph
-from pipeline.ir.layout import S
-from pipeline.ops.dims import read_line, strategies
-from pipeline.ops.discovery import discover
-from pipeline.ops.discovery.child import Attempt
-from pipeline.ops.mesh import view_op
-from pipeline.ops.rule import plain_view
-from pipeline.ops.table import rule_of
+from shardwright.pipeline.ir.graph import Op, OpGraph
+from shardwright.pipeline.ir.layout import S
+from shardwright.pipeline.ops.dims import read_line, strategies
+from shardwright.pipeline.ops.discovery import discover
+from shardwright.pipeline.ops.discovery.child import Attempt
+from shardwright.pipeline.ops.mesh import view_op
+from shardwright.pipeline.ops.rule import plain_view
+from shardwright.pipeline.ops.table import rule_of
 from tests.families import FAMILIES
 from tests.programs import plan_for, uniform, write
 from tests.stages.test_trace_families import graph_of

@@ -9,13 +9,13 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.ir.graph import Args, Op, OpGraph, Ref, Role, TensorType, Value
-from pipeline.ir.layout import S
-from pipeline.ops import factors, register
-from pipeline.ops.dims import check_line, local_factors, read_line, strategies
-from pipeline.ops.mesh import view_op
-from pipeline.ops.rule import OpRule, call
-from pipeline.ops.table import forget, own_rules, rule_of
+from shardwright.pipeline.ir.graph import Args, Op, OpGraph, Ref, Role, TensorType, Value
+from shardwright.pipeline.ir.layout import S
+from shardwright.pipeline.ops import factors, register
+from shardwright.pipeline.ops.dims import check_line, local_factors, read_line, strategies
+from shardwright.pipeline.ops.mesh import view_op
+from shardwright.pipeline.ops.rule import OpRule, call
+from shardwright.pipeline.ops.table import forget, own_rules, rule_of
 from tests.one_op import check_rule, example, t
 
 

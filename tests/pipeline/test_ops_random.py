@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.ir.layout import S
-from pipeline.ops.dims import strategies
-from pipeline.ops.table import rule_of, table
-from pipeline.runtime import drawn_apart, recompute
+from shardwright.pipeline.ir.layout import S
+from shardwright.pipeline.ops.dims import strategies
+from shardwright.pipeline.ops.table import rule_of, table
+from shardwright.pipeline.runtime import drawn_apart, recompute
 from tests.one_op import Example, example, printed, run_printed, t
 from tests.op_cases import CASES
 from tests.shards import values

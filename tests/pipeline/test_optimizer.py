@@ -5,8 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.base.instantiate import TargetError
-from pipeline.user.optimizer import build_optimizer, refuse_mixing, refuse_moving_zeros, try_optimizer, updates_elements
+from shardwright.pipeline.base.instantiate import TargetError
+from shardwright.pipeline.user.optimizer import (
+    build_optimizer,
+    refuse_mixing,
+    refuse_moving_zeros,
+    try_optimizer,
+    updates_elements,
+)
 
 WHERE = "conf/train/x.yaml: optimizer"
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.op_rules import coverage
-from pipeline.base.errors import ConfigError
-from pipeline.config import Config, load_config
-from pipeline.ir.graph import Args, Op, OpGraph, Ref, Role, TensorType, Value
-from pipeline.ops.table import forget, own_rules
-from pipeline.user.own_ops import know_own_ops
+from shardwright.pipeline.base.errors import ConfigError
+from shardwright.pipeline.config import Config, load_config
+from shardwright.pipeline.ir.graph import Args, Op, OpGraph, Ref, Role, TensorType, Value
+from shardwright.pipeline.ops.table import forget, own_rules
+from shardwright.pipeline.user.own_ops import know_own_ops
 from tests.graphs import gpt_graph
 
 ROOT = Path(__file__).parents[2]

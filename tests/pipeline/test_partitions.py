@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from pipeline.ir.graph import Role
-from pipeline.ir.layout import P
-from pipeline.ir.program import Convert, Step, Tensor
-from pipeline.ir.verify import InvalidSharding, verify_sharding
-from pipeline.sharding.lowering import home_layouts, lower
-from pipeline.sharding.partitions import crossing, part_of, restricted
+from shardwright.pipeline.ir.graph import Role
+from shardwright.pipeline.ir.layout import P
+from shardwright.pipeline.ir.program import Convert, Step, Tensor
+from shardwright.pipeline.ir.verify import InvalidSharding, verify_sharding
+from shardwright.pipeline.sharding.lowering import home_layouts, lower
+from shardwright.pipeline.sharding.partitions import crossing, part_of, restricted
 from tests.graphs import trace
 from tests.plans import graph_of, random_plan
 

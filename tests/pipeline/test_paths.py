@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.ir.cluster import COLLECTIVES, Axis, LinkCost
-from pipeline.ir.layout import B, Layout, P, Place, R, S
-from pipeline.rates.compute import Seconds
-from pipeline.sharding.conversions import conversion, entry_seconds, step_arguments, step_axis
-from pipeline.sharding.paths import Path, Paths
+from shardwright.pipeline.ir.cluster import COLLECTIVES, Axis, LinkCost
+from shardwright.pipeline.ir.layout import B, Layout, P, Place, R, S
+from shardwright.pipeline.rates.compute import Seconds
+from shardwright.pipeline.sharding.conversions import conversion, entry_seconds, step_arguments, step_axis
+from shardwright.pipeline.sharding.paths import Path, Paths
 from tests import mesh_cases
 from tests.graphs import preset
 from tests.meshes import all_layouts, check_path, mesh, placed

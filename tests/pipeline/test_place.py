@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.base.errors import TrainError
-from pipeline.launch.launch import run_ranks
-from pipeline.launch.place import PORTS, RankPlace, find_place, first_host, tasks_of_nodes
-from pipeline.launch.work_folder import LaunchFailed
+from shardwright.pipeline.base.errors import TrainError
+from shardwright.pipeline.launch.launch import run_ranks
+from shardwright.pipeline.launch.place import PORTS, RankPlace, find_place, first_host, tasks_of_nodes
+from shardwright.pipeline.launch.work_folder import LaunchFailed
 
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.ir.graph import Torch
-from pipeline.ops import register
-from pipeline.ops.dims import strategies
-from pipeline.ops.table import forget, rule_of
+from shardwright.pipeline.ir.graph import Torch
+from shardwright.pipeline.ops import register
+from shardwright.pipeline.ops.dims import strategies
+from shardwright.pipeline.ops.table import forget, rule_of
 from tests.one_op import check_rule, example, printed, t
 
 CPU, STRIDED = Torch("device", "cpu"), Torch("layout", "strided")

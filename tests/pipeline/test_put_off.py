@@ -19,15 +19,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from pipeline import runtime
-from pipeline.ops.families.matmul import RULES
-from pipeline.ops.products import PRODUCTS
-from pipeline.runtime import kept, recompute
-from pipeline.runtime.pipelining.deferred_weight_grads import DeferredGradients, split_products
-from pipeline.runtime.programs.mesh import MeshAxis
-from pipeline.runtime.step import buckets
-from pipeline.runtime.step.gradients import Gradients
-from pipeline.runtime.step.passes import StepCopies
+from shardwright.pipeline import runtime
+from shardwright.pipeline.ops.families.matmul import RULES
+from shardwright.pipeline.ops.products import PRODUCTS
+from shardwright.pipeline.runtime import kept, recompute
+from shardwright.pipeline.runtime.pipelining.deferred_weight_grads import DeferredGradients, split_products
+from shardwright.pipeline.runtime.programs.mesh import MeshAxis
+from shardwright.pipeline.runtime.step import buckets
+from shardwright.pipeline.runtime.step.gradients import Gradients
+from shardwright.pipeline.runtime.step.passes import StepCopies
 from tests.meshes import Simulated, mesh, run_threads
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # where the processor has no bf16

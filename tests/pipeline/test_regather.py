@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from pipeline import runtime
-from pipeline.runtime.context import step
-from pipeline.runtime.programs import collectives
-from pipeline.runtime.programs.mesh import MeshAxis
-from pipeline.runtime.recompute.regather import _source_of
-from pipeline.runtime.recompute.regions import recompute
-from pipeline.sharding.conversions import REGATHER, TABLE, entry_seconds
+from shardwright.pipeline import runtime
+from shardwright.pipeline.runtime.context import step
+from shardwright.pipeline.runtime.programs import collectives
+from shardwright.pipeline.runtime.programs.mesh import MeshAxis
+from shardwright.pipeline.runtime.recompute.regather import _source_of
+from shardwright.pipeline.runtime.recompute.regions import recompute
+from shardwright.pipeline.sharding.conversions import REGATHER, TABLE, entry_seconds
 from tests.graphs import preset
 from tests.meshes import Simulated, mesh, run_threads
 

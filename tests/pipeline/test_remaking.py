@@ -12,8 +12,8 @@ from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._functorch import config as functorch
 
-from pipeline.runtime import compiled
-from pipeline.runtime.compiler import partitioner
+from shardwright.pipeline.runtime import compiled
+from shardwright.pipeline.runtime.compiler import partitioner
 from tests.compiling import without_kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, when it compiles

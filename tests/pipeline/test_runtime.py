@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline import runtime, runtime_names
-from pipeline.ir.layout import B, P, R, S
-from pipeline.sharding.conversions import TABLE, conversion
+from shardwright.pipeline import runtime, runtime_names
+from shardwright.pipeline.ir.layout import B, P, R, S
+from shardwright.pipeline.sharding.conversions import TABLE, conversion
 from tests import runtime_cases
 from tests.ranks import run_ranks
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from pipeline.base.errors import ShardwrightError
-from pipeline.base.secrets import without_secrets, without_settings
-from pipeline.tracking.store import Store
+from shardwright.pipeline.base.errors import ShardwrightError
+from shardwright.pipeline.base.secrets import without_secrets, without_settings
+from shardwright.pipeline.tracking.store import Store
 
 MANY = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 SECRET = "Zx9-Qw7.Kp3"

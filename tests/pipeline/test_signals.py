@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base import signals
-from pipeline.base.signals import Interrupted, gentle, interruptible, run_dvc
-from stages import __main__ as command_line
+from shardwright.pipeline.base import signals
+from shardwright.pipeline.base.signals import Interrupted, gentle, interruptible, run_dvc
+from shardwright.stages import command_line
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_one_that_has_something_to_save_is_told_first(monkeypatch: pytest.Monkey
 
 
 def test_one_signal_that_comes_twice_is_one() -> None:
-    """From Slurm and from torchrun, or from the terminal and from `python -m stages run`."""
+    """From Slurm and from torchrun, or from the terminal and from `shardwright run`."""
     with interruptible(), gentle() as asked:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -76,7 +76,7 @@ LIKE_DVC = "import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-m
 
 
 def test_dvc_is_left_to_end_with_its_stage(tmp_path: Path) -> None:
-    """`python -m stages run`: the signal goes to the stage below DVC."""
+    """`shardwright run`: the signal goes to the stage below DVC."""
     (tmp_path / "stages.py").write_text(STAGE)
 
     def ask() -> None:
@@ -95,7 +95,7 @@ import os, runpy, signal, sys
 
 class Interrupting:
     def find_spec(self, name, path=None, target=None):
-        if name == "pipeline.base.errors":
+        if name == "shardwright.pipeline.base.errors":
             os.kill(os.getpid(), signal.SIGINT)
 
 signal.signal(signal.SIGINT, signal.default_int_handler)

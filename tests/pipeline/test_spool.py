@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.signals import is_dvc
-from pipeline.tracking import spool
-from pipeline.tracking.spool import SendState, Spool, StageRecord
+from shardwright.pipeline.base.signals import is_dvc
+from shardwright.pipeline.tracking import spool
+from shardwright.pipeline.tracking.spool import SendState, Spool, StageRecord
 
 LOG = logging.getLogger("test")
 ROOT = Path(__file__).resolve().parents[2]
@@ -196,7 +196,7 @@ def test_any_execution_name_stays_in_its_folder(tmp_path, name):
         ("python -X dev -Im dvc repro", True),
         ("python -c dvc", False),
         ("python -m dvclive", False),
-        ("python -m stages.train dvc", False),
+        ("python -m shardwright.stages.train dvc", False),
         ("python train.py dvc", False),
         ("sh -c dvc", False),
         ("make dvc", False),
@@ -207,7 +207,7 @@ def test_is_dvc(line, expected):
     assert is_dvc(line.split()) is expected
 
 
-PRINT_ID = "from pipeline.tracking.execution import execution_id; print(execution_id())"
+PRINT_ID = "from shardwright.pipeline.tracking.execution import execution_id; print(execution_id())"
 
 
 def environment(**more):

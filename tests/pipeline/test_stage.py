@@ -15,13 +15,13 @@ import pytest
 import torch
 import yaml
 
-from pipeline.base import artifacts
-from pipeline.base.artifacts import KINDS
-from pipeline.base.errors import ShardwrightError
-from pipeline.base.files import NotWritten, told, write_atomic
-from pipeline.base.stage import STAGES, Result, _record, execute, summary_path
-from pipeline.config import load_config
-from pipeline.user.weights import write_weights
+from shardwright.pipeline.base import artifacts
+from shardwright.pipeline.base.artifacts import KINDS
+from shardwright.pipeline.base.errors import ShardwrightError
+from shardwright.pipeline.base.files import NotWritten, told, write_atomic
+from shardwright.pipeline.base.stage import STAGES, Result, _record, execute, summary_path
+from shardwright.pipeline.config import load_config
+from shardwright.pipeline.user.weights import write_weights
 from tests.graphs import SILENT
 from tests.plans import graph_of
 

@@ -17,13 +17,13 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.errors import ShardwrightError
-from pipeline.tracking import sender as sender
-from pipeline.tracking import store as store_module
-from pipeline.tracking import tracker as tracking
-from pipeline.tracking.spool import StageRecord
-from pipeline.tracking.store import Location, Store, connect, mend
-from pipeline.tracking.tracker import Tracker, latest_run_url, sync, ui_command
+from shardwright.pipeline.base.errors import ShardwrightError
+from shardwright.pipeline.tracking import sender as sender
+from shardwright.pipeline.tracking import store as store_module
+from shardwright.pipeline.tracking import tracker as tracking
+from shardwright.pipeline.tracking.spool import StageRecord
+from shardwright.pipeline.tracking.store import Location, Store, connect, mend
+from shardwright.pipeline.tracking.tracker import Tracker, latest_run_url, sync, ui_command
 
 LOG = logging.getLogger("test")
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,9 +39,9 @@ class Settings:
 
 NEW_STORE = """
 import logging, shutil, sys; from pathlib import Path; logging.basicConfig(level=logging.INFO)
-from test_tracking import Settings; from pipeline.tracking.tracker import Tracker
-from pipeline.tracking.spool import StageRecord
-from pipeline.tracking.store import Store, connect
+from test_tracking import Settings; from shardwright.pipeline.tracking.tracker import Tracker
+from shardwright.pipeline.tracking.spool import StageRecord
+from shardwright.pipeline.tracking.store import Store, connect
 assert 'mlflow' not in sys.modules
 connect(Store.of(Path('.'), Settings()))
 shutil.copyfile('runs/mlflow.db', sys.argv[1])
@@ -281,7 +281,7 @@ def test_bad_store_is_told_once_and_sync_sends_later(root, tmp_path, caplog, mon
         for stage in ("trace", "solve"):  # each stage is a process of its own: nothing is shared but the disk
             tracker(root, f"e{index}", uri=uri).stage(StageRecord(stage, figures={"time": 1.0}, artifacts=(file,)))
         assert len(warnings(caplog)) == 1, uri
-        assert "python -m stages sync" in caplog.text and "secret" not in caplog.text
+        assert "shardwright sync" in caplog.text and "secret" not in caplog.text
         assert len(warnings(caplog)[0].splitlines()) == 1
     count = index + 1
     file.write_text("now")
@@ -338,8 +338,8 @@ KILLED = """
 import json, logging, os, signal, sys
 from pathlib import Path
 from mlflow.tracking import MlflowClient
-from pipeline.tracking.spool import StageRecord
-from pipeline.tracking.tracker import Tracker
+from shardwright.pipeline.tracking.spool import StageRecord
+from shardwright.pipeline.tracking.tracker import Tracker
 from test_tracking import Settings
 
 def deadly(method, count, after):

@@ -7,21 +7,21 @@ from functools import partial
 
 import pytest
 
-from pipeline.config import Checkpoint, Recompute
-from pipeline.config.schema import Only
-from pipeline.cost.chain_memory import unrecomputed_peak
-from pipeline.cost.lines import played
-from pipeline.cost.step import Priced, Workload, gradient_sum_seconds
-from pipeline.cost.step_lines import tasks_of
-from pipeline.cost.traffic import Ran, RunKind, _Found, lines_of
-from pipeline.cost.two_lines import unrecomputed_runs, unrecomputed_seconds
-from pipeline.ir.buckets import bucket_members
-from pipeline.ir.cluster import Cluster, Group, Mesh, Overlap
-from pipeline.ir.graph import Role
-from pipeline.ir.plan import Frontier, Proof
-from stages.checkpoint.choose import choose, evaluate
-from stages.solve.on_mesh import MeshProblem, most_promising, price_point
-from stages.solve.problem.build import build
+from shardwright.pipeline.config import Checkpoint, Recompute
+from shardwright.pipeline.config.schema import Only
+from shardwright.pipeline.cost.chain_memory import unrecomputed_peak
+from shardwright.pipeline.cost.lines import played
+from shardwright.pipeline.cost.step import Priced, Workload, gradient_sum_seconds
+from shardwright.pipeline.cost.step_lines import tasks_of
+from shardwright.pipeline.cost.traffic import Ran, RunKind, _Found, lines_of
+from shardwright.pipeline.cost.two_lines import unrecomputed_runs, unrecomputed_seconds
+from shardwright.pipeline.ir.buckets import bucket_members
+from shardwright.pipeline.ir.cluster import Cluster, Group, Mesh, Overlap
+from shardwright.pipeline.ir.graph import Role
+from shardwright.pipeline.ir.plan import Frontier, Proof
+from shardwright.stages.checkpoint.choose import choose, evaluate
+from shardwright.stages.solve.on_mesh import MeshProblem, most_promising, price_point
+from shardwright.stages.solve.problem.build import build
 from tests import plans
 from tests.graphs import SILENT, solve_settings
 from tests.pipeline.test_op_prices import any_sharding
@@ -44,7 +44,9 @@ def priced(name: str, plan: str, overlap: Overlap = RUNTIME, micro_batches: int 
 @pytest.fixture
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """These models are smaller than the first of them."""
-    monkeypatch.setattr("pipeline.cost.traffic.bucket_members", partial(bucket_members, first=1000, most=4000))
+    monkeypatch.setattr(
+        "shardwright.pipeline.cost.traffic.bucket_members", partial(bucket_members, first=1000, most=4000)
+    )
 
 
 def test_of_data_parallelism_the_gradient_sums_run_behind(small_buckets: None) -> None:
@@ -183,7 +185,7 @@ def test_the_problem_holds_what_a_step_does(plan: str, off: float, micro_batches
 
 
 def found_again(load: Workload, sharding, problem, choices):
-    from stages.solve.answer.saved import Saved, found_among
+    from shardwright.stages.solve.answer.saved import Saved, found_among
 
     return found_among(Saved("", load.cluster.sizes, sharding), load.graph, problem, choices)
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipeline.ir.layout import B, Layout, P, R, S, of_gradient
-from pipeline.runtime.pipelining.transfer import Site, Transfer, messages
+from shardwright.pipeline.ir.layout import B, Layout, P, R, S, of_gradient
+from shardwright.pipeline.runtime.pipelining.transfer import Site, Transfer, messages
 
 SHAPE = (12, 8)
 STATES = (R, B, P, S(0), S(1), S(0, 2), S(0, 3))

@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from pipeline.ir.cluster import Compute, Curve
-from pipeline.ir.layout import Layout
-from pipeline.ops.mesh import op_strategies, view_op
-from pipeline.ops.uneven import uneven_in
-from pipeline.sharding import slices
-from pipeline.sharding.conversions import step_arguments
-from pipeline.sharding.path_tables import conversion_table
-from pipeline.sharding.paths import Paths
-from stages.solve.problem.storage import Way, storage_choices
+from shardwright.pipeline.ir.cluster import Compute, Curve
+from shardwright.pipeline.ir.layout import Layout
+from shardwright.pipeline.ops.mesh import op_strategies, view_op
+from shardwright.pipeline.ops.uneven import uneven_in
+from shardwright.pipeline.sharding import slices
+from shardwright.pipeline.sharding.conversions import step_arguments
+from shardwright.pipeline.sharding.path_tables import conversion_table
+from shardwright.pipeline.sharding.paths import Paths
+from shardwright.stages.solve.problem.storage import Way, storage_choices
 from tests import plans
 from tests.graphs import gpt, gpt_batch, trace
 from tests.meshes import check_path, everywhere, mesh

@@ -8,8 +8,8 @@ from functools import reduce
 
 import pytest
 
-from pipeline.ir.graph import Op, OpGraph, Ref, Role, TensorType
-from pipeline.ir.verify import RULES, InvalidGraph, verify_graph
+from shardwright.pipeline.ir.graph import Op, OpGraph, Ref, Role, TensorType
+from shardwright.pipeline.ir.verify import RULES, InvalidGraph, verify_graph
 from tests.graphs import gpt_graph, ladder_graph, mlp_graph, shared_graph
 
 

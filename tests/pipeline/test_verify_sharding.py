@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.ir.layout import Layout
-from pipeline.ir.plan import Sharding
-from pipeline.ir.verify import SHARDING_RULES, InvalidSharding, gathered, verify_sharding
-from pipeline.ops.uneven import uneven_in
+from shardwright.pipeline.ir.layout import Layout
+from shardwright.pipeline.ir.plan import Sharding
+from shardwright.pipeline.ir.verify import SHARDING_RULES, InvalidSharding, gathered, verify_sharding
+from shardwright.pipeline.ops.uneven import uneven_in
 from tests import plans
 from tests.storage_plans import NAMED, plan_named
 from tests.vocabulary import vocabulary_plan

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from pipeline.ir.layout import Layout
-from pipeline.user.weights import TYPES, WeightsError, match_names, open_weights, read_shard, write_weights
+from shardwright.pipeline.ir.layout import Layout
+from shardwright.pipeline.user.weights import TYPES, WeightsError, match_names, open_weights, read_shard, write_weights
 
 STATE = {
     "token.weight": torch.arange(48.0).view(8, 6),

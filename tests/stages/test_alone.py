@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.base import artifacts
-from pipeline.base.errors import BudgetError, SolveError
-from pipeline.config import Checkpoint, Pipeline, Recompute
-from pipeline.ir.plan import Plan
-from pipeline.ir.profile import Compiled, CompiledBlock, CompiledWay
-from pipeline.sharding.slices import fits, sliced
-from stages.__main__ import main
-from stages.checkpoint.choose import choose, evaluate
-from stages.checkpoint.unpipelined import find_alone
-from stages.report.facts import seconds_of
-from stages.report.priced import Sources, priced_partitions
+from shardwright.pipeline.base import artifacts
+from shardwright.pipeline.base.errors import BudgetError, SolveError
+from shardwright.pipeline.config import Checkpoint, Pipeline, Recompute
+from shardwright.pipeline.ir.plan import Plan
+from shardwright.pipeline.ir.profile import Compiled, CompiledBlock, CompiledWay
+from shardwright.pipeline.sharding.slices import fits, sliced
+from shardwright.stages.checkpoint.choose import choose, evaluate
+from shardwright.stages.checkpoint.unpipelined import find_alone
+from shardwright.stages.command_line import main
+from shardwright.stages.report.facts import seconds_of
+from shardwright.stages.report.priced import Sources, priced_partitions
 from tests.flow.plain_loop import main as plain_loop
 from tests.flow.project import TINY
 from tests.graphs import GRAPHS, frontier_of, preset, profile_of

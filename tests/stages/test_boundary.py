@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from stages import __main__ as line
-from stages import commands
+from shardwright.stages import command_line as line
+from shardwright.stages import commands
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), ValueError("a\nb \x1b[31m"), RecursionError(), AssertionError("no")])

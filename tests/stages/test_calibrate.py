@@ -1,4 +1,4 @@
-"""`python -m stages calibrate`: what steps say of a card is found again, written, and taken by the next price."""
+"""`shardwright calibrate`: what steps say of a card is found again, written, and taken by the next price."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.config import load_config, load_part
-from pipeline.layouts.calibrate import predicted, with_shares
-from pipeline.layouts.machine import machine_of
-from pipeline.layouts.measured import COLUMNS, AllWorks, step_of
-from pipeline.layouts.work import RecomputeMode
-from stages.__main__ import main
-from stages.calibrate import read_steps
-from stages.commands import planner_stages
+from shardwright.pipeline.config import load_config, load_part
+from shardwright.pipeline.layouts.calibrate import predicted, with_shares
+from shardwright.pipeline.layouts.machine import machine_of
+from shardwright.pipeline.layouts.measured import COLUMNS, AllWorks, step_of
+from shardwright.pipeline.layouts.work import RecomputeMode
+from shardwright.stages.calibrate import read_steps
+from shardwright.stages.command_line import main
+from shardwright.stages.commands import planner_stages
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARES = {"products": 0.6, "unaligned": 0.3, "memory": 0.65, "kernel_us": 25.0, "links": 0.5, "collective_us": 30.0}
@@ -75,9 +75,9 @@ def test_errors_are_those_of_all_steps_and_three_digits_are_written(project, cap
     )
     rows = [{**row, "milliseconds": 1e3 * n * t} for n, row, t in zip((1, 2, 4), STEPS, times, strict=False)]
     write(project / "steps.csv", rows)
-    monkeypatch.setattr("stages.calibrate.MOST", 1)
+    monkeypatch.setattr("shardwright.stages.calibrate.MOST", 1)
     found = with_shares(here, np.log([0.654321, 0.31415, 0.777777, 12.3456, 0.55555, 9.87654]))
-    monkeypatch.setattr("stages.calibrate.calibrated", lambda steps, *_: found if len(steps) == 1 else here)
+    monkeypatch.setattr("shardwright.stages.calibrate.calibrated", lambda steps, *_: found if len(steps) == 1 else here)
     assert main(["calibrate", "steps.csv", "--cluster", "dgx_h100", "--recompute", "full"]) == 0
     assert "3 steps, 1 of them fitted: mean error 41.7% before" in capsys.readouterr().out
     reached = load_part(project, "cluster", "dgx_h100").preset.reached

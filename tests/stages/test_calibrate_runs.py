@@ -1,4 +1,4 @@
-"""`python -m stages calibrate` of runs: what they measured is kept, and the next prediction rests on it and says so.
+"""`shardwright calibrate` of runs: what they measured is kept, and the next prediction rests on it and says so.
 
 Runs are recorded: reports are written as a training run would have measured them, at known factors of the prediction.
 """
@@ -13,24 +13,30 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.base import artifacts
-from pipeline.base.measured_runs import read_runs
-from pipeline.base.stage import read
-from pipeline.config import load_config, load_part
-from pipeline.cost.corrected import basis_in_words, corrected, decisions_of, uncorrected_parts
-from pipeline.cost.step import Workload
-from pipeline.ir.correction import Correction, MeasuredPlan, MeasuredRun, StepParts, correction_of, with_run
-from pipeline.ir.report import Breakdown
-from stages.__main__ import main
-from stages.train.measured import make_report
-from stages.whatif.answer import SlowerLinks
-from stages.whatif.planner import slower
+from shardwright.pipeline.base import artifacts
+from shardwright.pipeline.base.measured_runs import read_runs
+from shardwright.pipeline.base.stage import read
+from shardwright.pipeline.config import load_config, load_part
+from shardwright.pipeline.cost.corrected import basis_in_words, corrected, decisions_of, uncorrected_parts
+from shardwright.pipeline.cost.step import Workload
+from shardwright.pipeline.ir.correction import Correction, MeasuredPlan, MeasuredRun, StepParts, correction_of, with_run
+from shardwright.pipeline.ir.report import Breakdown
+from shardwright.stages.command_line import main
+from shardwright.stages.train.measured import make_report
+from shardwright.stages.whatif.answer import SlowerLinks
+from shardwright.stages.whatif.planner import slower
 from tests.flow.project import TINY
 from tests.graphs import GRAPHS, frontier_of, preset, profile_of
 
 ROOT = Path(__file__).resolve().parents[2]
 MLP = {
-    "module": {"_target_": "pipeline.models.mlp.build", "features": 16, "width": 32, "classes": 4, "depth": 2},
+    "module": {
+        "_target_": "shardwright.pipeline.models.mlp.build",
+        "features": 16,
+        "width": 32,
+        "classes": 4,
+        "depth": 2,
+    },
     "batch": {"inputs": {"shape": [64, 16], "dtype": "float32"}, "targets": {"shape": [64], "dtype": "int64"}},
 }
 OWN = TINY | {"model": MLP, "solve": TINY["solve"] | {"only": "data"}}  # so that gradients are summed

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.errors import ConfigError, SolveError, TrainError
-from pipeline.config import load_config
-from pipeline.cost.unsplit import card_of
-from pipeline.ir.cluster import NO_HOST, Cluster
-from pipeline.ir.plan import Plan
-from pipeline.rates.kernels import REPLAYED_START, START
-from pipeline.runtime.compiler import compiled as compiler
-from pipeline.runtime.step.cuda_graphs import NotCaptured
-from stages.checkpoint.captured import captured_or_not
-from stages.codegen.module import write_module
-from stages.train.engines.planned import PlannedEngine
+from shardwright.pipeline.base.errors import ConfigError, SolveError, TrainError
+from shardwright.pipeline.config import load_config
+from shardwright.pipeline.cost.unsplit import card_of
+from shardwright.pipeline.ir.cluster import NO_HOST, Cluster
+from shardwright.pipeline.ir.plan import Plan
+from shardwright.pipeline.rates.kernels import REPLAYED_START, START
+from shardwright.pipeline.runtime.compiler import compiled as compiler
+from shardwright.pipeline.runtime.step.cuda_graphs import NotCaptured
+from shardwright.stages.checkpoint.captured import captured_or_not
+from shardwright.stages.codegen.module import write_module
+from shardwright.stages.train.engines.planned import PlannedEngine
 from tests.plans import graph_of, preset
 from tests.programs import plan_for, uniform
 

@@ -1,4 +1,4 @@
-"""`python -m stages check`: what later stages would refuse is told before anything runs, all of it at once."""
+"""`shardwright check`: what later stages would refuse is told before anything runs, all of it at once."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pipeline.base.errors import ClusterError, ConfigError
-from pipeline.config import load_config, load_part, read_draft
-from stages.__main__ import main
-from stages.cluster import measure
-from stages.train.run import tell_shared_gpus
+from shardwright.pipeline.base.errors import ClusterError, ConfigError
+from shardwright.pipeline.config import load_config, load_part, read_draft
+from shardwright.stages.cluster import measure
+from shardwright.stages.command_line import main
+from shardwright.stages.train.run import tell_shared_gpus
 
 PROJECT = Path(__file__).parents[2]
 TRAIN = "conf/train/adamw.yaml"

@@ -10,26 +10,26 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.base.errors import SolveError
-from pipeline.config import Checkpoint, Recompute
-from pipeline.cost.step import Workload
-from pipeline.ir.cluster import Mesh
-from pipeline.ir.graph import OpGraph, Role
-from pipeline.ir.layout import Layout, R
-from pipeline.ir.plan import Frontier, FrontierPoint, Plan, Proof, Region, Sharding
-from pipeline.ops.dims import strategies
-from pipeline.ops.mesh import view_op
-from pipeline.ops.table import rule_of
-from pipeline.runtime.step.memory import measure_peak, storage_bytes
-from stages.checkpoint.choose import choose, evaluate
-from stages.checkpoint.describe import describe
-from stages.checkpoint.recompute import rotor
-from stages.checkpoint.recompute.linearize import linearize
-from stages.checkpoint.recompute.schedule import no_recompute
-from stages.checkpoint.recompute.simulate import simulate
-from stages.checkpoint.run import figures
-from stages.codegen.module import write_module
-from stages.profile.by_table import profile_graph
+from shardwright.pipeline.base.errors import SolveError
+from shardwright.pipeline.config import Checkpoint, Recompute
+from shardwright.pipeline.cost.step import Workload
+from shardwright.pipeline.ir.cluster import Mesh
+from shardwright.pipeline.ir.graph import OpGraph, Role
+from shardwright.pipeline.ir.layout import Layout, R
+from shardwright.pipeline.ir.plan import Frontier, FrontierPoint, Plan, Proof, Region, Sharding
+from shardwright.pipeline.ops.dims import strategies
+from shardwright.pipeline.ops.mesh import view_op
+from shardwright.pipeline.ops.table import rule_of
+from shardwright.pipeline.runtime.step.memory import measure_peak, storage_bytes
+from shardwright.stages.checkpoint.choose import choose, evaluate
+from shardwright.stages.checkpoint.describe import describe
+from shardwright.stages.checkpoint.recompute import rotor
+from shardwright.stages.checkpoint.recompute.linearize import linearize
+from shardwright.stages.checkpoint.recompute.schedule import no_recompute
+from shardwright.stages.checkpoint.recompute.simulate import simulate
+from shardwright.stages.checkpoint.run import figures
+from shardwright.stages.codegen.module import write_module
+from shardwright.stages.profile.by_table import profile_graph
 from tests.graphs import GRAPHS, frontier_of, plan_of, preset, profile_of, trace
 from tests.skips import Ladder, sequences
 
@@ -187,9 +187,9 @@ def test_a_budget_below_what_stays_resident():
 
 def test_a_model_of_one_link():
     """Nothing to choose: it fits or it does not."""
-    from stages.solve.answer.frontier import FrontierSearch
-    from stages.solve.on_mesh import price_point
-    from stages.solve.problem.build import build, to_sharding
+    from shardwright.stages.solve.answer.frontier import FrontierSearch
+    from shardwright.stages.solve.on_mesh import price_point
+    from shardwright.stages.solve.problem.build import build, to_sharding
     from tests.graphs import SILENT, solve_settings
 
     class One(nn.Module):

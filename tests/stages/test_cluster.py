@@ -16,13 +16,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.base.errors import ClusterError
-from pipeline.config import ClusterSettings as Settings
-from pipeline.config import ClusterSource, Device, Preset, Probe
-from pipeline.ir.cluster import COLLECTIVES, LATER, SEND, Cluster, Compute, Curve, LinkCost, Pace
-from pipeline.ir.codec import decode, encode
-from stages.cluster import compute_probe, link_probe
-from stages.cluster.fit import (
+from shardwright.pipeline.base.errors import ClusterError
+from shardwright.pipeline.config import ClusterSettings as Settings
+from shardwright.pipeline.config import ClusterSource, Device, Preset, Probe
+from shardwright.pipeline.ir.cluster import COLLECTIVES, LATER, SEND, Cluster, Compute, Curve, LinkCost, Pace
+from shardwright.pipeline.ir.codec import decode, encode
+from shardwright.stages.cluster import compute_probe, link_probe
+from shardwright.stages.cluster.fit import (
     fit_errors,
     fit_link,
     fit_links,
@@ -31,12 +31,12 @@ from stages.cluster.fit import (
     link_beyond,
     reduce_times,
 )
-from stages.cluster.measure import OWN_LINKS, beside_arithmetic, make_cluster, measure
-from stages.cluster.meshes import FASTEST, LinkRates, group_links
-from stages.cluster.rounds import crossing_pairs, ends_first, farthest, pair_rounds
-from stages.cluster.run import figures, from_preset
-from stages.cluster.timing import Clock
-from stages.cluster.topology import fill_gaps
+from shardwright.stages.cluster.measure import OWN_LINKS, beside_arithmetic, make_cluster, measure
+from shardwright.stages.cluster.meshes import FASTEST, LinkRates, group_links
+from shardwright.stages.cluster.rounds import crossing_pairs, ends_first, farthest, pair_rounds
+from shardwright.stages.cluster.run import figures, from_preset
+from shardwright.stages.cluster.timing import Clock
+from shardwright.stages.cluster.topology import fill_gaps
 from tests.graphs import SILENT
 
 SIZES = [1024 * 8**i for i in range(5)]
@@ -413,7 +413,14 @@ def test_the_probe_by_hand_needs_torch_alone(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(BARE)
     job = {"device": "cpu", "host": "here", "max_message_bytes": 1e6, "repeats": 3, "budget_s": 2, "timeout_s": 500}
     (tmp_path / "job.json").write_text(json.dumps(job))
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "--module", "stages.cluster.probe"]
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=1",
+        "--module",
+        "shardwright.stages.cluster.probe",
+    ]
     root = Path(__file__).parents[2]
     known = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(root)])}
     done = subprocess.run(

@@ -7,23 +7,23 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.stage import Inputs
-from pipeline.config import ClusterSettings as Settings
-from pipeline.config import ClusterSource, Device, Preset, Simulate, load_config
-from pipeline.cost.step import Workload
-from pipeline.cost.unsplit import card_of
-from pipeline.ir.cluster import COLLECTIVES, SEND
-from pipeline.ir.codec import decode, encode
-from pipeline.ir.graph import OpGraph, Role
-from pipeline.ir.layout import Layout, P, R
-from pipeline.ir.plan import Sharding, Strategy
-from pipeline.sharding.paths import Paths
-from stages.__main__ import main
-from stages.cluster.described import describe_compute, from_preset, simulate
-from stages.cluster.meshes import LinkRates, group_links
-from stages.cluster.picture import draw
-from stages.cluster.run import run
-from stages.cluster.topology import partition_of
+from shardwright.pipeline.base.stage import Inputs
+from shardwright.pipeline.config import ClusterSettings as Settings
+from shardwright.pipeline.config import ClusterSource, Device, Preset, Simulate, load_config
+from shardwright.pipeline.cost.step import Workload
+from shardwright.pipeline.cost.unsplit import card_of
+from shardwright.pipeline.ir.cluster import COLLECTIVES, SEND
+from shardwright.pipeline.ir.codec import decode, encode
+from shardwright.pipeline.ir.graph import OpGraph, Role
+from shardwright.pipeline.ir.layout import Layout, P, R
+from shardwright.pipeline.ir.plan import Sharding, Strategy
+from shardwright.pipeline.sharding.paths import Paths
+from shardwright.stages.cluster.described import describe_compute, from_preset, simulate
+from shardwright.stages.cluster.meshes import LinkRates, group_links
+from shardwright.stages.cluster.picture import draw
+from shardwright.stages.cluster.run import run
+from shardwright.stages.cluster.topology import partition_of
+from shardwright.stages.command_line import main
 from tests.graphs import SILENT, mlp_graph, profile_of
 
 ROOT = Path(__file__).resolve().parents[2]

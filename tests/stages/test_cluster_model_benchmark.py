@@ -12,10 +12,10 @@ import pytest
 
 from benchmarks import cluster_model as benchmark
 from benchmarks.published import GPIPE, MEGATRON, TORCHGPIPE, predicted_speed, relative_errors
-from pipeline.layouts.calibrate import predicted
-from pipeline.layouts.measured import COLUMNS, StepsError, read_rows
-from pipeline.layouts.step import LayoutPrices
-from pipeline.layouts.work import RecomputeMode
+from shardwright.pipeline.layouts.calibrate import predicted
+from shardwright.pipeline.layouts.measured import COLUMNS, StepsError, read_rows
+from shardwright.pipeline.layouts.step import LayoutPrices
+from shardwright.pipeline.layouts.work import RecomputeMode
 
 
 def write(path: Path, rows: list[dict[str, float]]) -> Path:

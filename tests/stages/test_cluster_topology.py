@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.ir.cluster import COLLECTIVES, SEND, Group
-from stages.cluster.meshes import candidate_meshes, candidate_splits
-from stages.cluster.topology import device_order, fill_gaps, find_groups, partition_of
+from shardwright.pipeline.ir.cluster import COLLECTIVES, SEND, Group
+from shardwright.stages.cluster.meshes import candidate_meshes, candidate_splits
+from shardwright.stages.cluster.topology import device_order, fill_gaps, find_groups, partition_of
 from tests.topologies import as_sets, nested, normal, pairs
 
 SEEDS = st.integers(0, 2**32)

@@ -16,24 +16,24 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.base import artifacts
-from pipeline.base.stage import Inputs
-from pipeline.ir.graph import OpGraph, Role
-from pipeline.ir.layout import Layout, R, S
-from pipeline.ir.names import look_up
-from pipeline.ir.plan import Sharding
-from pipeline.ir.program import Convert
-from pipeline.ops.dims import strategies
-from pipeline.ops.mesh import view_op
-from pipeline.ops.table import rule_of
-from pipeline.runtime.compiler.compiled import use_kernels_of
-from pipeline.runtime.programs.source import load_program
-from pipeline.runtime_names import NAMES
-from pipeline.sharding.conversions import gathered_together
-from pipeline.sharding.lowering import lower
-from stages.codegen.block import statement
-from stages.codegen.module import write_module
-from stages.codegen.run import run
+from shardwright.pipeline.base import artifacts
+from shardwright.pipeline.base.stage import Inputs
+from shardwright.pipeline.ir.graph import OpGraph, Role
+from shardwright.pipeline.ir.layout import Layout, R, S
+from shardwright.pipeline.ir.names import look_up
+from shardwright.pipeline.ir.plan import Sharding
+from shardwright.pipeline.ir.program import Convert
+from shardwright.pipeline.ops.dims import strategies
+from shardwright.pipeline.ops.mesh import view_op
+from shardwright.pipeline.ops.table import rule_of
+from shardwright.pipeline.runtime.compiler.compiled import use_kernels_of
+from shardwright.pipeline.runtime.programs.source import load_program
+from shardwright.pipeline.runtime_names import NAMES
+from shardwright.pipeline.sharding.conversions import gathered_together
+from shardwright.pipeline.sharding.lowering import lower
+from shardwright.stages.codegen.block import statement
+from shardwright.stages.codegen.module import write_module
+from shardwright.stages.codegen.run import run
 from tests import plans, storage_plans
 from tests.graphs import GRAPHS, SILENT, frontier_of, gpt_graph, mlp_graph, plan_of, trace
 from tests.programs import ODD, functions, load, nested, odd, odd_graph, plan_for, uniform, write
@@ -150,7 +150,11 @@ def test_calls_are_public(written):
 
 def test_what_is_imported_is_offered_by_the_runtime(written):
     for text in written.values():
-        (node,) = (n for n in ast.parse(text).body if isinstance(n, ast.ImportFrom) and n.module == "pipeline.runtime")
+        (node,) = (
+            n
+            for n in ast.parse(text).body
+            if isinstance(n, ast.ImportFrom) and n.module == "shardwright.pipeline.runtime"
+        )
         assert {alias.name for alias in node.names} <= set(NAMES)
 
 

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.ir.graph import OpGraph
-from pipeline.ir.plan import Region
-from pipeline.ops.blocks import blocks_of
-from pipeline.runtime import compiled
-from pipeline.runtime.programs.source import load_program
+from shardwright.pipeline.ir.graph import OpGraph
+from shardwright.pipeline.ir.plan import Region
+from shardwright.pipeline.ops.blocks import blocks_of
+from shardwright.pipeline.runtime import compiled
+from shardwright.pipeline.runtime.programs.source import load_program
 from tests.compiling import without_kernels
 from tests.graphs import gpt_graph, trace
 from tests.programs import plan_for, uniform, write

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.ir.graph import OpGraph
-from pipeline.ir.plan import Plan, Region
-from pipeline.ops.table import rule_of
+from shardwright.pipeline.ir.graph import OpGraph
+from shardwright.pipeline.ir.plan import Plan, Region
+from shardwright.pipeline.ops.table import rule_of
 from tests import plans
 from tests.graphs import gpt_graph, trace
 from tests.programs import ODD, load, odd, odd_graph, plan_for, uniform, write
@@ -46,7 +46,7 @@ def test_what_a_region_keeps_is_called_through_kept():
     regions[first] = Region(first, first, True, (one[first],), products(graph, first))
     regions[second] = Region(second, second, True, (one[second],))
     text = write(graph, whole(graph, tuple(regions)))
-    assert "from pipeline.runtime import kept, recompute, scope\n" in text
+    assert "from shardwright.pipeline.runtime import kept, recompute, scope\n" in text
     kept = re.findall(r"= kept\(F\.linear, (\w+), p\[\"(\w+)\.weight\"\], p\[\"\w+\.bias\"\]\)  # R \[", text)
     assert len(kept) == 2 == text.count("kept(")
     assert text.replace("kept(F.linear, ", "F.linear(").count("F.linear(") == text.count("F.linear") > 4

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.base.errors import CodegenError
-from pipeline.ir.graph import OpGraph, Role
-from pipeline.ir.names import look_up, printable, ranges
-from pipeline.ir.plan import Sharding
-from stages.codegen.block import RESERVED, free_name, statement
-from stages.codegen.run import check_parses
-from stages.codegen.text import quoted
+from shardwright.pipeline.base.errors import CodegenError
+from shardwright.pipeline.ir.graph import OpGraph, Role
+from shardwright.pipeline.ir.names import look_up, printable, ranges
+from shardwright.pipeline.ir.plan import Sharding
+from shardwright.stages.codegen.block import RESERVED, free_name, statement
+from shardwright.stages.codegen.run import check_parses
+from shardwright.stages.codegen.text import quoted
 from tests.graphs import mlp_graph
 from tests.programs import nested, plan_for, uniform, write
 

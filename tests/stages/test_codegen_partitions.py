@@ -13,20 +13,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.base import artifacts
-from pipeline.base.stage import Inputs
-from pipeline.config import load_config
-from pipeline.ir.graph import OpGraph, Role, TensorType, Value
-from pipeline.ir.layout import Layout, R, S
-from pipeline.ir.names import look_up
-from pipeline.ir.plan import Partition, Plan, Region
-from pipeline.ir.verify import InvalidSharding
-from pipeline.runtime.programs.source import load_program
-from pipeline.runtime_names import NAMES
-from pipeline.sharding.lowering import home_layouts
-from pipeline.sharding.partitions import crossing, part_of
-from stages.codegen import run as codegen
-from stages.codegen.partitions import sent_row, write_partitions
+from shardwright.pipeline.base import artifacts
+from shardwright.pipeline.base.stage import Inputs
+from shardwright.pipeline.config import load_config
+from shardwright.pipeline.ir.graph import OpGraph, Role, TensorType, Value
+from shardwright.pipeline.ir.layout import Layout, R, S
+from shardwright.pipeline.ir.names import look_up
+from shardwright.pipeline.ir.plan import Partition, Plan, Region
+from shardwright.pipeline.ir.verify import InvalidSharding
+from shardwright.pipeline.runtime.programs.source import load_program
+from shardwright.pipeline.runtime_names import NAMES
+from shardwright.pipeline.sharding.lowering import home_layouts
+from shardwright.pipeline.sharding.partitions import crossing, part_of
+from shardwright.stages.codegen import run as codegen
+from shardwright.stages.codegen.partitions import sent_row, write_partitions
 from tests.graphs import GRAPHS, SILENT, gpt_graph
 from tests.piped_programs import compare, cut, random_cuts, run_piped
 from tests.pipeline_plans import plan_with_pipelines
@@ -144,7 +144,11 @@ def test_the_text_is_clean(cases, tmp_path: Path) -> None:
     for name, (_, _, text) in cases.items():
         (tmp_path / f"{name}.py").write_text(text)
         assert max(map(len, text.splitlines())) <= 120 and text.endswith(")\n")
-        (node,) = (n for n in ast.parse(text).body if isinstance(n, ast.ImportFrom) and n.module == "pipeline.runtime")
+        (node,) = (
+            n
+            for n in ast.parse(text).body
+            if isinstance(n, ast.ImportFrom) and n.module == "shardwright.pipeline.runtime"
+        )
         assert {alias.name for alias in node.names} <= set(NAMES)
     options = ["--select", "E,F,I,UP,B,RUF,W", "--line-length", "120", "--target-version", "py311"]
     command = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", *options, str(tmp_path)]

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from pipeline.ir.graph import OpGraph
-from pipeline.ir.plan import Region
-from pipeline.tracing.chain import find_chain
+from shardwright.pipeline.ir.graph import OpGraph
+from shardwright.pipeline.ir.plan import Region
+from shardwright.pipeline.tracing.chain import find_chain
 from tests.graphs import ladder_graph, shared_graph, trace
 from tests.interpreter import run_graph
 from tests.plans import random_regions, with_kept

@@ -11,19 +11,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.base import artifacts
-from pipeline.base.errors import SolveError
-from pipeline.base.stage import Inputs
-from pipeline.config import Config, DType, ModelSettings, TensorSpec, load_config
-from pipeline.ir.graph import OpGraph, Role
-from pipeline.ir.plan import Plan
-from pipeline.ir.verify import verify_graph
-from pipeline.sharding.slices import slices_of
-from pipeline.tracing.trace import trace
-from stages.codegen import run as codegen
-from stages.codegen.run import write_program
-from stages.codegen.slices import graphs_of_slices, with_contiguous
-from stages.verify.truth import interpret, state_of
+from shardwright.pipeline.base import artifacts
+from shardwright.pipeline.base.errors import SolveError
+from shardwright.pipeline.base.stage import Inputs
+from shardwright.pipeline.config import Config, DType, ModelSettings, TensorSpec, load_config
+from shardwright.pipeline.ir.graph import OpGraph, Role
+from shardwright.pipeline.ir.plan import Plan
+from shardwright.pipeline.ir.verify import verify_graph
+from shardwright.pipeline.sharding.slices import slices_of
+from shardwright.pipeline.tracing.trace import trace
+from shardwright.stages.codegen import run as codegen
+from shardwright.stages.codegen.run import write_program
+from shardwright.stages.codegen.slices import graphs_of_slices, with_contiguous
+from shardwright.stages.verify.truth import interpret, state_of
 from tests.graphs import SILENT
 from tests.graphs import trace as trace_module
 from tests.piped_programs import cut, random_cuts

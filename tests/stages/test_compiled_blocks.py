@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline.ir.graph import Role
-from pipeline.ir.profile import CompiledWay
-from pipeline.ops.blocks import MOST_OPS, blocks_of, relus_between
-from pipeline.runtime.compiler.compiled import compiled
-from stages.profile import compiled as profiling
-from stages.profile.compiled import BlockRun, as_function, measure_blocks, no_garbage, worth_choosing
+from shardwright.pipeline.ir.graph import Role
+from shardwright.pipeline.ir.profile import CompiledWay
+from shardwright.pipeline.ops.blocks import MOST_OPS, blocks_of, relus_between
+from shardwright.pipeline.runtime.compiler.compiled import compiled
+from shardwright.stages.profile import compiled as profiling
+from shardwright.stages.profile.compiled import BlockRun, as_function, measure_blocks, no_garbage, worth_choosing
 from tests.compiling import without_kernels
 from tests.graphs import gpt, gpt_batch, gpt_graph, mlp_graph, trace
 
@@ -157,7 +157,7 @@ def test_blocks_of_images_are_measured_as_the_relus_around_them_have_them_compil
         ways.append((bool(after_relu), before_relu, cheapest))
         return compiled(*given, cheapest=cheapest, after_relu=after_relu, before_relu=before_relu)
 
-    monkeypatch.setattr("stages.profile.compiled.compiled", told)
+    monkeypatch.setattr("shardwright.stages.profile.compiled.compiled", told)
     with without_kernels():
         found = measure_blocks(graph, torch.device("cpu"), amp=False, keeps=(1.0,), cheapest=(0.5,), measure=kept)
     assert [block.run for block in found.blocks] == [0, 1, 1, 2]  # of the layers, and the loss

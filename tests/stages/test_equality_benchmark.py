@@ -11,9 +11,9 @@ from benchmarks import equality
 from benchmarks.equality_models import GPT, ODD
 from benchmarks.equality_plans import BOTH, NAMES, SOLVER, VOCABULARY, Case, Skipped, cases, random_cases
 from benchmarks.equality_ranks import Group
-from pipeline.ir.layout import Layout
-from pipeline.sharding.conversions import TABLE
-from pipeline.sharding.lowering import lower
+from shardwright.pipeline.ir.layout import Layout
+from shardwright.pipeline.sharding.conversions import TABLE
+from shardwright.pipeline.sharding.lowering import lower
 
 
 def test_random_plans_use_every_conversion_and_recompute() -> None:

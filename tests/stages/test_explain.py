@@ -14,28 +14,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from pipeline.base import artifacts
-from pipeline.base.artifacts import Artifact
-from pipeline.config import Checkpoint, Recompute, Solve, load_config
-from pipeline.cost.step import Workload
-from pipeline.ir.cluster import Cluster
-from pipeline.ir.codec import encode
-from pipeline.ir.graph import OpGraph, Role
-from pipeline.ir.layout import Layout
-from pipeline.ir.plan import Frontier, Plan, Sharding
-from pipeline.ir.profile import Profile
-from pipeline.sharding.lowering import with_paths
-from stages.__main__ import main
-from stages.checkpoint.choose import choose, evaluate
-from stages.profile.by_table import profile_graph
-from stages.solve.explain.diff import explain_diff
-from stages.solve.explain.one import Subject, SubjectKind, explain_one, find_subject
-from stages.solve.explain.options import Options, OptionVerdict
-from stages.solve.explain.priced_run import ExplainError, ItemKind, PlannedRun, planned
-from stages.solve.explain.run import text_of
-from stages.solve.explain.whole import explain_module, explain_whole
-from stages.solve.search.elimination import Elimination
-from stages.solve.search.restricted import restrict
+from shardwright.pipeline.base import artifacts
+from shardwright.pipeline.base.artifacts import Artifact
+from shardwright.pipeline.config import Checkpoint, Recompute, Solve, load_config
+from shardwright.pipeline.cost.step import Workload
+from shardwright.pipeline.ir.cluster import Cluster
+from shardwright.pipeline.ir.codec import encode
+from shardwright.pipeline.ir.graph import OpGraph, Role
+from shardwright.pipeline.ir.layout import Layout
+from shardwright.pipeline.ir.plan import Frontier, Plan, Sharding
+from shardwright.pipeline.ir.profile import Profile
+from shardwright.pipeline.sharding.lowering import with_paths
+from shardwright.stages.checkpoint.choose import choose, evaluate
+from shardwright.stages.command_line import main
+from shardwright.stages.profile.by_table import profile_graph
+from shardwright.stages.solve.explain.diff import explain_diff
+from shardwright.stages.solve.explain.one import Subject, SubjectKind, explain_one, find_subject
+from shardwright.stages.solve.explain.options import Options, OptionVerdict
+from shardwright.stages.solve.explain.priced_run import ExplainError, ItemKind, PlannedRun, planned
+from shardwright.stages.solve.explain.run import text_of
+from shardwright.stages.solve.explain.whole import explain_module, explain_whole
+from shardwright.stages.solve.search.elimination import Elimination
+from shardwright.stages.solve.search.restricted import restrict
 from tests.graphs import GRAPHS, SILENT, frontier_of, plan_of, preset, profile_of, solve_settings, trace
 from tests.pipeline_plans import plan_with_pipelines, with_submeshes
 
@@ -234,9 +234,9 @@ class Odd(nn.Module):
 def odd() -> PlannedRun:
     graph = trace(Odd(), {"x": torch.randn(4, 7)})
     profile, cluster = profile_graph(graph), preset(2)
-    from stages.solve.answer.frontier import FrontierSearch
-    from stages.solve.on_mesh import price_point
-    from stages.solve.problem.build import build, to_sharding
+    from shardwright.stages.solve.answer.frontier import FrontierSearch
+    from shardwright.stages.solve.on_mesh import price_point
+    from shardwright.stages.solve.problem.build import build, to_sharding
 
     problem, choices = build(Workload(graph, profile, cluster, 2.0))
     best = FrontierSearch(problem, solve_settings(), WHERE, SILENT).frontier(math.inf, lambda done, note="": None)[0]

@@ -12,10 +12,10 @@ pytest.importorskip("transformers", reason="the extra `hf` is not installed")
 
 from benchmarks import generate
 from benchmarks.generate_plans import deepened, in_pairs
-from pipeline.base.instantiate import instantiate
-from pipeline.config import load_config
-from pipeline.ir.graph import Role
-from pipeline.ir.layout import Layout, S
+from shardwright.pipeline.base.instantiate import instantiate
+from shardwright.pipeline.config import load_config
+from shardwright.pipeline.ir.graph import Role
+from shardwright.pipeline.ir.layout import Layout, S
 from tests.graphs import gpt_graph
 from tests.programs import uniform
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpipe
-from pipeline.ir.names import look_up
-from pipeline.runtime.programs.source import load_program
+from shardwright.pipeline.ir.names import look_up
+from shardwright.pipeline.runtime.programs.source import load_program
 
 
 def test_the_partitions_are_equal(tmp_path: Path) -> None:

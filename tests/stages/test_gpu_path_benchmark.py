@@ -13,7 +13,7 @@ from benchmarks import gpu_path
 from benchmarks.gpu_path import FORMS, GPU, PROJECTS, Project, measure
 from benchmarks.gpu_path_models import MODELS, WAY, Drawn, Recomputed, build
 from benchmarks.gpu_path_report import BARS, figures, judged, met, report
-from pipeline.config import load_config
+from shardwright.pipeline.config import load_config
 
 GB = 10**9
 

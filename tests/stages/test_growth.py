@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stages.codegen.growth import STAYS, UNKNOWN, loss_growth
+from shardwright.stages.codegen.growth import STAYS, UNKNOWN, loss_growth
 from tests.graphs import trace
 
 Loss = Callable[[Tensor, Tensor], Tensor]

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stages.checkpoint.recompute import rotor
-from stages.checkpoint.recompute.chain import Chain, Option
-from stages.checkpoint.recompute.in_flight import drop_all, held, keep_all, run_partition, sent
-from stages.checkpoint.recompute.in_flight_dp import HoldTable, cut_chain
-from stages.checkpoint.recompute.kernels import contents_of, kinds_of
-from stages.checkpoint.recompute.schedule import OpKind
-from stages.checkpoint.recompute.simulate import start
+from shardwright.stages.checkpoint.recompute import rotor
+from shardwright.stages.checkpoint.recompute.chain import Chain, Option
+from shardwright.stages.checkpoint.recompute.in_flight import drop_all, held, keep_all, run_partition, sent
+from shardwright.stages.checkpoint.recompute.in_flight_dp import HoldTable, cut_chain
+from shardwright.stages.checkpoint.recompute.kernels import contents_of, kinds_of
+from shardwright.stages.checkpoint.recompute.schedule import OpKind
+from shardwright.stages.checkpoint.recompute.simulate import start
 from tests.schedules import Moves, moves, pins, recurrence
 
 

@@ -7,10 +7,10 @@ from dataclasses import astuple
 import pytest
 import torch.distributed as dist
 
-from pipeline.ir.cluster import HostPace
-from stages.cluster.fit import KNOWN_HOST, host_pace
-from stages.cluster.host_probe import measure_host
-from stages.cluster.timing import Clock
+from shardwright.pipeline.ir.cluster import HostPace
+from shardwright.stages.cluster.fit import KNOWN_HOST, host_pace
+from shardwright.stages.cluster.host_probe import measure_host
+from shardwright.stages.cluster.timing import Clock
 
 
 @pytest.mark.parametrize("slower", [1.0, 0.8, 3.0])

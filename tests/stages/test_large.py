@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from benchmarks import contest_search, parallel_search, solver
 from benchmarks.contest_search import ContestSearcher
 from benchmarks.parallel_search import SearchResult
-from stages.solve.problem.data import FORBIDDEN, Edge, Holding, Node, Problem
-from stages.solve.search.large import descent, presolve
-from stages.solve.search.large.arrays import flatten
-from stages.solve.search.large.presolve import NoChoice, reduce
+from shardwright.stages.solve.problem.data import FORBIDDEN, Edge, Holding, Node, Problem
+from shardwright.stages.solve.search.large import descent, presolve
+from shardwright.stages.solve.search.large.arrays import flatten
+from shardwright.stages.solve.search.large.presolve import NoChoice, reduce
 from tests.clocks import Ticks
 
 SLOW = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

@@ -8,11 +8,11 @@ import pytest
 from benchmarks import contest_search, parallel_search
 from benchmarks.contest_search import ContestSearcher
 from benchmarks.parallel_search import search
-from stages.solve.problem.data import Edge, Holding, Node, Problem
-from stages.solve.search.large import descent, presolve
-from stages.solve.search.large.arrays import Arrays, candidates, flatten, narrowed
-from stages.solve.search.large.descent import Searcher
-from stages.solve.search.large.presolve import reduce
+from shardwright.stages.solve.problem.data import Edge, Holding, Node, Problem
+from shardwright.stages.solve.search.large import descent, presolve
+from shardwright.stages.solve.search.large.arrays import Arrays, candidates, flatten, narrowed
+from shardwright.stages.solve.search.large.descent import Searcher
+from shardwright.stages.solve.search.large.presolve import reduce
 from tests.clocks import Ticks
 
 LENGTH = 40

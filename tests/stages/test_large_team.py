@@ -10,11 +10,11 @@ import pytest
 
 from benchmarks import parallel_search
 from benchmarks.parallel_search import Board, SearchResult, search
-from stages.solve.problem.data import Edge, Holding, Node, Problem
-from stages.solve.search.large import presolve
-from stages.solve.search.large.descent import LEAST, Turns
-from stages.solve.search.large.loops import undominated
-from stages.solve.search.large.presolve import NoChoice, Presolved, reduce
+from shardwright.stages.solve.problem.data import Edge, Holding, Node, Problem
+from shardwright.stages.solve.search.large import presolve
+from shardwright.stages.solve.search.large.descent import LEAST, Turns
+from shardwright.stages.solve.search.large.loops import undominated
+from shardwright.stages.solve.search.large.presolve import NoChoice, Presolved, reduce
 from tests.clocks import Ticks
 
 LONG_S = 600.0  # what is tested hangs for good, or ends by itself

@@ -12,27 +12,27 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.recompute_plans import unsplit
-from pipeline.cost.chain_memory import growing
-from pipeline.cost.groups import Join
-from pipeline.cost.link_facts import LinkFacts
-from pipeline.cost.links import MOST_WAYS, LinkCosts, LinkWay, link_costs
-from pipeline.cost.step import Priced, StepPrice, Workload
-from pipeline.ir.graph import OpGraph, Role
-from pipeline.ir.plan import Plan, Prediction, Region, Sharding, path_name
-from pipeline.ir.profile import Profile, as_run
-from pipeline.ir.program import Convert, Program
-from pipeline.models import gpt, mlp
-from pipeline.runtime.step.memory import measure_peak
-from stages.checkpoint.recompute import rotor
-from stages.checkpoint.recompute.linearize import Linear, linearize
-from stages.checkpoint.recompute.released import LARGE, released
-from stages.checkpoint.recompute.rotor import fastest_within
-from stages.checkpoint.recompute.schedule import Keep, Schedule, full_recompute, no_recompute, scheduled
-from stages.checkpoint.recompute.schedule import Nesting as Nested
-from stages.checkpoint.recompute.simulate import simulate
-from stages.codegen.module import write_module
-from stages.profile.by_table import profile_graph
-from stages.profile.run import make_profile
+from shardwright.pipeline.cost.chain_memory import growing
+from shardwright.pipeline.cost.groups import Join
+from shardwright.pipeline.cost.link_facts import LinkFacts
+from shardwright.pipeline.cost.links import MOST_WAYS, LinkCosts, LinkWay, link_costs
+from shardwright.pipeline.cost.step import Priced, StepPrice, Workload
+from shardwright.pipeline.ir.graph import OpGraph, Role
+from shardwright.pipeline.ir.plan import Plan, Prediction, Region, Sharding, path_name
+from shardwright.pipeline.ir.profile import Profile, as_run
+from shardwright.pipeline.ir.program import Convert, Program
+from shardwright.pipeline.models import gpt, mlp
+from shardwright.pipeline.runtime.step.memory import measure_peak
+from shardwright.stages.checkpoint.recompute import rotor
+from shardwright.stages.checkpoint.recompute.linearize import Linear, linearize
+from shardwright.stages.checkpoint.recompute.released import LARGE, released
+from shardwright.stages.checkpoint.recompute.rotor import fastest_within
+from shardwright.stages.checkpoint.recompute.schedule import Keep, Schedule, full_recompute, no_recompute, scheduled
+from shardwright.stages.checkpoint.recompute.schedule import Nesting as Nested
+from shardwright.stages.checkpoint.recompute.simulate import simulate
+from shardwright.stages.codegen.module import write_module
+from shardwright.stages.profile.by_table import profile_graph
+from shardwright.stages.profile.run import make_profile
 from tests import plans
 from tests.graphs import preset, trace
 from tests.unpipelined import whole_plan
@@ -383,7 +383,7 @@ def test_released_values_are_large_and_nobody_s(name):
 @pytest.mark.parametrize("name", ["gpt", "bert", "resnet"])
 def test_the_fastest_within_a_budget(name, share):
     """In bytes it fits, and it is no slower than what slots alone would find."""
-    from stages.checkpoint.recompute.chain import discretise
+    from shardwright.stages.checkpoint.recompute.chain import discretise
 
     chain = case(name, "cuda", "amp").linear.chain
     slots = max(500, 20 * (chain.length + 1))

@@ -28,7 +28,7 @@ from benchmarks.overhead_steps import (
     plain_step,
     tensor_step,
 )
-from pipeline.runtime.programs.source import load_program
+from shardwright.pipeline.runtime.programs.source import load_program
 from tests.ranks import run_ranks
 
 TINY = {"vocab_size": 16, "context": 4, "width": 8, "layers": 2, "heads": 2, "batch": 4}

@@ -10,14 +10,14 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from pipeline.cost.pipelines.schedules import DeviceOrder, Pipeline, in_flight, orders, refusal
-from stages.checkpoint.pipelines.partition import partition
-from stages.checkpoint.pipelines.partition_times import PartitionTimes
-from stages.checkpoint.pipelines.refine import PipelinePlan
-from stages.checkpoint.pipelines.search_inputs import Division, Effort, PartitionError, UserChoices
-from stages.checkpoint.pipelines.submesh_plans import Recompute, Sent, SubmeshPlan, Terms
-from stages.checkpoint.recompute.chain import Chain, ChainError, Slots
-from stages.checkpoint.recompute.in_flight import PartitionRun, fullest, run_partition
+from shardwright.pipeline.cost.pipelines.schedules import DeviceOrder, Pipeline, in_flight, orders, refusal
+from shardwright.stages.checkpoint.pipelines.partition import partition
+from shardwright.stages.checkpoint.pipelines.partition_times import PartitionTimes
+from shardwright.stages.checkpoint.pipelines.refine import PipelinePlan
+from shardwright.stages.checkpoint.pipelines.search_inputs import Division, Effort, PartitionError, UserChoices
+from shardwright.stages.checkpoint.pipelines.submesh_plans import Recompute, Sent, SubmeshPlan, Terms
+from shardwright.stages.checkpoint.recompute.chain import Chain, ChainError, Slots
+from shardwright.stages.checkpoint.recompute.in_flight import PartitionRun, fullest, run_partition
 from tests.partition_cases import Case, least_estimate, random_case
 
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from stages.train.loop import Loop
-from stages.train.ranks import peers as module
-from stages.train.ranks.peers import Peers, who_hangs
-from stages.train.snapshots.manifest import snapshots_in
-from stages.train.worker import make_engine
+from shardwright.stages.train.loop import Loop
+from shardwright.stages.train.ranks import peers as module
+from shardwright.stages.train.ranks.peers import Peers, who_hangs
+from shardwright.stages.train.snapshots.manifest import snapshots_in
+from shardwright.stages.train.worker import make_engine
 from tests.ranks import run_ranks
 from tests.snapshot_runs import job, write_programs
 

@@ -13,14 +13,14 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from pipeline.ir.graph import OpGraph
-from pipeline.ir.layout import Layout
-from pipeline.ops.samples import norm_parts, samples_of, strategies_in
-from pipeline.rates.inner_collectives import talk_seconds
-from pipeline.tracing.trace import with_norms_per_rank
-from stages.train.engines.engine import Engine
-from stages.train.loop import Loop
-from stages.train.worker import make_engine
+from shardwright.pipeline.ir.graph import OpGraph
+from shardwright.pipeline.ir.layout import Layout
+from shardwright.pipeline.ops.samples import norm_parts, samples_of, strategies_in
+from shardwright.pipeline.rates.inner_collectives import talk_seconds
+from shardwright.pipeline.tracing.trace import with_norms_per_rank
+from shardwright.stages.train.engines.engine import Engine
+from shardwright.stages.train.loop import Loop
+from shardwright.stages.train.worker import make_engine
 from tests import plans
 from tests.graphs import preset, trace
 from tests.jobs import train_settings

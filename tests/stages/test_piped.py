@@ -11,25 +11,25 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base import artifacts
-from pipeline.base.errors import SolveError
-from pipeline.base.stage import Inputs
-from pipeline.config import ClusterSettings, ClusterSource, Device, Preset, load_config
-from pipeline.cost.pipelines import schedules
-from pipeline.cost.step import Workload
-from pipeline.ir.buckets import bucket_members
-from pipeline.ir.cluster import Cluster, Mesh, Overlap
-from pipeline.ir.codec import decode, encode
-from pipeline.ir.layout import B, Layout, P, R, S
-from pipeline.ir.plan import Partition, Plan, Region
-from pipeline.ir.profile import Compiled, CompiledBlock, CompiledWay
-from pipeline.ops.blocks import blocks_of
-from pipeline.sharding.slices import sliced
-from stages.checkpoint import run as stage
-from stages.checkpoint.choose import choose
-from stages.checkpoint.describe import describe
-from stages.checkpoint.pipelines.partition import partition
-from stages.checkpoint.pipelines.pipelined import (
+from shardwright.pipeline.base import artifacts
+from shardwright.pipeline.base.errors import SolveError
+from shardwright.pipeline.base.stage import Inputs
+from shardwright.pipeline.config import ClusterSettings, ClusterSource, Device, Preset, load_config
+from shardwright.pipeline.cost.pipelines import schedules
+from shardwright.pipeline.cost.step import Workload
+from shardwright.pipeline.ir.buckets import bucket_members
+from shardwright.pipeline.ir.cluster import Cluster, Mesh, Overlap
+from shardwright.pipeline.ir.codec import decode, encode
+from shardwright.pipeline.ir.layout import B, Layout, P, R, S
+from shardwright.pipeline.ir.plan import Partition, Plan, Region
+from shardwright.pipeline.ir.profile import Compiled, CompiledBlock, CompiledWay
+from shardwright.pipeline.ops.blocks import blocks_of
+from shardwright.pipeline.sharding.slices import sliced
+from shardwright.stages.checkpoint import run as stage
+from shardwright.stages.checkpoint.choose import choose
+from shardwright.stages.checkpoint.describe import describe
+from shardwright.stages.checkpoint.pipelines.partition import partition
+from shardwright.stages.checkpoint.pipelines.pipelined import (
     PricedPipeline,
     find_pipelines,
     offered_slices,
@@ -37,15 +37,15 @@ from stages.checkpoint.pipelines.pipelined import (
     slice_counts,
     usable_splits,
 )
-from stages.checkpoint.pipelines.reshard import Resharding
-from stages.checkpoint.pipelines.submesh_costs import fill, readers
-from stages.checkpoint.pipelines.submesh_plans import SubmeshPlan
-from stages.checkpoint.recompute import schedule
-from stages.checkpoint.recompute.linearize import Linear, linearize_partitions
-from stages.checkpoint.recompute.simulate import MemoryState, apply, start
-from stages.checkpoint.run import figures
-from stages.checkpoint.timeline import waits
-from stages.cluster.run import from_preset
+from shardwright.stages.checkpoint.pipelines.reshard import Resharding
+from shardwright.stages.checkpoint.pipelines.submesh_costs import fill, readers
+from shardwright.stages.checkpoint.pipelines.submesh_plans import SubmeshPlan
+from shardwright.stages.checkpoint.recompute import schedule
+from shardwright.stages.checkpoint.recompute.linearize import Linear, linearize_partitions
+from shardwright.stages.checkpoint.recompute.simulate import MemoryState, apply, start
+from shardwright.stages.checkpoint.run import figures
+from shardwright.stages.checkpoint.timeline import waits
+from shardwright.stages.cluster.run import from_preset
 from tests.graphs import GRAPHS, SILENT, profile_of
 from tests.pipeline_plans import FILE, WHERE, pipelines_of, plan_with_pipelines, settings_of, with_submeshes
 
@@ -580,7 +580,7 @@ def test_the_timeline_of_a_plan_without_a_pipeline_sums_to_its_step(recompute: s
 
 @pytest.mark.parametrize("kind", ["off", "1f1b"])
 def test_a_long_timeline_leaves_out_what_is_in_the_middle(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    from stages.checkpoint import timeline
+    from shardwright.stages.checkpoint import timeline
 
     whole = plan_with_pipelines("gpt", pipeline=kind).timeline
     monkeypatch.setattr(timeline, "MOST_EVENTS", len(whole.events) - 1)
@@ -591,7 +591,7 @@ def test_a_long_timeline_leaves_out_what_is_in_the_middle(monkeypatch: pytest.Mo
 
 
 def test_a_long_timeline_keeps_its_totals(monkeypatch: pytest.MonkeyPatch) -> None:
-    from stages.checkpoint import timeline
+    from shardwright.stages.checkpoint import timeline
 
     whole = plan_with_pipelines("gpt", pipeline="1f1b").timeline
     monkeypatch.setattr(timeline, "MOST_EVENTS", 3)
@@ -754,7 +754,7 @@ def test_slots_per_link_is_obeyed(monkeypatch) -> None:
         efforts.append(effort)
         return partition(divisions, memory, wishes, effort, reshard)
 
-    monkeypatch.setattr("stages.checkpoint.pipelines.pipelined.partition", noted)
+    monkeypatch.setattr("shardwright.stages.checkpoint.pipelines.pipelined.partition", noted)
     for per_link in (1, 300):
         assert pipelines_of("gpt", slots_per_link=per_link).found
     assert [effort.slots.of(10) for effort in efforts] == [500, 3000]
@@ -786,7 +786,9 @@ def test_what_partitions_send_behind_their_work_shortens_the_step() -> None:
 
 def test_sums_of_a_partition_hide_behind_its_own_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut into buckets as small as these models are: what is hidden is less than all sums, and taken off them."""
-    monkeypatch.setattr("pipeline.cost.traffic.bucket_members", partial(bucket_members, first=1000, most=4000))
+    monkeypatch.setattr(
+        "shardwright.pipeline.cost.traffic.bucket_members", partial(bucket_members, first=1000, most=4000)
+    )
     cluster, frontier = with_submeshes("gpt")
     hides = replace(cluster, overlap=Overlap("runtime", 1.0))
     found = find_pipelines(

@@ -10,20 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.base import artifacts
-from pipeline.base.errors import ArtifactError, SolveError
-from pipeline.base.stage import Inputs
-from pipeline.config import Checkpoint, Recompute, load_config
-from pipeline.cost.step import Workload
-from pipeline.ir.graph import Role
-from pipeline.ir.layout import Layout, S
-from pipeline.ir.plan import Region
-from pipeline.sharding.slices import fits, sliced, slices_of
-from stages.checkpoint.recompute.chain import Chain
-from stages.checkpoint.user_choices import block_runs, fixed_schedule
-from stages.solve import run as solve
-from stages.solve.answer.saved import read_saved
-from stages.solve.problem.meshes import meshes_of, submeshes_of
+from shardwright.pipeline.base import artifacts
+from shardwright.pipeline.base.errors import ArtifactError, SolveError
+from shardwright.pipeline.base.stage import Inputs
+from shardwright.pipeline.config import Checkpoint, Recompute, load_config
+from shardwright.pipeline.cost.step import Workload
+from shardwright.pipeline.ir.graph import Role
+from shardwright.pipeline.ir.layout import Layout, S
+from shardwright.pipeline.ir.plan import Region
+from shardwright.pipeline.sharding.slices import fits, sliced, slices_of
+from shardwright.stages.checkpoint.recompute.chain import Chain
+from shardwright.stages.checkpoint.user_choices import block_runs, fixed_schedule
+from shardwright.stages.solve import run as solve
+from shardwright.stages.solve.answer.saved import read_saved
+from shardwright.stages.solve.problem.meshes import meshes_of, submeshes_of
 from tests.graphs import GRAPHS, SILENT, frontier_of, plan_of, preset, profile_of, solve_settings
 from tests.pipeline_plans import plan_with_pipelines
 

@@ -9,8 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.cost.pipelines.play import Load, PlayedSchedule, simulate
-from pipeline.cost.pipelines.schedules import Pipeline, ScheduleError, Sending, in_flight, orders, refusal, weights_of
+from shardwright.pipeline.cost.pipelines.play import Load, PlayedSchedule, simulate
+from shardwright.pipeline.cost.pipelines.schedules import (
+    Pipeline,
+    ScheduleError,
+    Sending,
+    in_flight,
+    orders,
+    refusal,
+    weights_of,
+)
 from tests.partition_cases import estimate
 
 GPIPE, ONE, INTER, ZERO = Pipeline.GPIPE, Pipeline.ONE_F_ONE_B, Pipeline.INTERLEAVED, Pipeline.ZERO_BUBBLE

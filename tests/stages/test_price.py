@@ -1,4 +1,4 @@
-"""`python -m stages price`: words, what they name, the table, and one line for every mistake."""
+"""`shardwright price`: words, what they name, the table, and one line for every mistake."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.layouts.search import Wanted
-from pipeline.layouts.words import LAYOUT
-from stages.__main__ import main
+from shardwright.pipeline.layouts.search import Wanted
+from shardwright.pipeline.layouts.words import LAYOUT
+from shardwright.stages.command_line import main
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = """\

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pipeline.ir.graph import OpGraph, Role
-from pipeline.ir.profile import OpCost
-from stages.profile.by_table import find_storage, profile_graph
+from shardwright.pipeline.ir.graph import OpGraph, Role
+from shardwright.pipeline.ir.profile import OpCost
+from shardwright.stages.profile.by_table import find_storage, profile_graph
 from tests.graphs import gpt, gpt_batch, gpt_graph, mlp, mlp_batch, mlp_graph, trace
 
 B, T, W, H, V = 4, 8, 16, 2, 40  # batch, length, width, heads, vocabulary of the tests' GPT

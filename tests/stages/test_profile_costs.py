@@ -7,15 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pipeline.ir.graph import OpGraph, Role
-from pipeline.ir.profile import OpCost
-from pipeline.models.gpt import GPT
-from pipeline.models.mlp import MLP
-from stages.profile.by_table import find_storage, profile_graph
-from stages.profile.costs import all_kernels, op_costs, value_types
-from stages.profile.run import make_profile
-from stages.profile.step import profile_step
-from stages.profile.symbolic import rounded
+from shardwright.pipeline.ir.graph import OpGraph, Role
+from shardwright.pipeline.ir.profile import OpCost
+from shardwright.pipeline.models.gpt import GPT
+from shardwright.pipeline.models.mlp import MLP
+from shardwright.stages.profile.by_table import find_storage, profile_graph
+from shardwright.stages.profile.costs import all_kernels, op_costs, value_types
+from shardwright.stages.profile.run import make_profile
+from shardwright.stages.profile.step import profile_step
+from shardwright.stages.profile.symbolic import rounded
 from tests.graphs import SILENT, gpt_graph, mlp_graph, trace
 
 B, T, W, H, V = 8, 32, 64, 4, 512  # batch, length, width, heads, vocabulary

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from stages.profile.autocast import Autocast
-from stages.profile.device import LOWERED, AttentionCall, plain_attention
-from stages.profile.symbolic import Watch
+from shardwright.stages.profile.autocast import Autocast
+from shardwright.stages.profile.device import LOWERED, AttentionCall, plain_attention
+from shardwright.stages.profile.symbolic import Watch
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
 B, H, T, D = 2, 4, 8, 16

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.ir.graph import TensorType
-from pipeline.runtime.step.memory import measure_peak, storage_bytes
-from stages.profile.optimizer import OptimizerRun, optimizer_copies, run_optimizer
-from stages.profile.symbolic import rounded
+from shardwright.pipeline.ir.graph import TensorType
+from shardwright.pipeline.runtime.step.memory import measure_peak, storage_bytes
+from shardwright.stages.profile.optimizer import OptimizerRun, optimizer_copies, run_optimizer
+from shardwright.stages.profile.symbolic import rounded
 
 SHAPES = {"embedding": (500, 64), "up": (64, 256), "down": (256, 64), "bias": (250,)}
 optim = torch.optim

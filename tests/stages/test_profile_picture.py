@@ -8,14 +8,14 @@ import struct
 import pytest
 from torch.optim import AdamW
 
-from pipeline.ir.codec import decode, encode
-from pipeline.ir.graph import OpGraph
-from pipeline.ir.profile import Profile, Step
-from stages.profile.by_table import profile_graph
-from stages.profile.picture import COLORS, SAMPLES, TOP_MODULES, describe, draw, draw_nothing, table
-from stages.profile.run import MODULES, PICTURE, figures, make_profile, write_pictures
-from stages.profile.step import StepProfile, profile_step
-from stages.profile.timeline import CLASSES
+from shardwright.pipeline.ir.codec import decode, encode
+from shardwright.pipeline.ir.graph import OpGraph
+from shardwright.pipeline.ir.profile import Profile, Step
+from shardwright.stages.profile.by_table import profile_graph
+from shardwright.stages.profile.picture import COLORS, SAMPLES, TOP_MODULES, describe, draw, draw_nothing, table
+from shardwright.stages.profile.run import MODULES, PICTURE, figures, make_profile, write_pictures
+from shardwright.stages.profile.step import StepProfile, profile_step
+from shardwright.stages.profile.timeline import CLASSES
 from tests.graphs import SILENT, gpt_graph, mlp_graph
 
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.ir.graph import OpGraph, Role
-from pipeline.tracing.build import fake_mode, to_fake
-from pipeline.tracing.chain import find_chain
-from pipeline.tracing.export import export_loss
-from pipeline.tracing.lower import lower
-from stages.profile.by_table import profile_graph
-from stages.profile.costs import op_costs
-from stages.profile.step import profile_step
+from shardwright.pipeline.ir.graph import OpGraph, Role
+from shardwright.pipeline.tracing.build import fake_mode, to_fake
+from shardwright.pipeline.tracing.chain import find_chain
+from shardwright.pipeline.tracing.export import export_loss
+from shardwright.pipeline.tracing.lower import lower
+from shardwright.stages.profile.by_table import profile_graph
+from shardwright.stages.profile.costs import op_costs
+from shardwright.stages.profile.step import profile_step
 
 STEPS, BATCH, GIVEN, HIDDEN = 32, 8, 64, 96
 CASES = {

@@ -14,18 +14,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from pipeline.cost.unsplit import step_seconds
-from pipeline.ir.cluster import NO_HOST
-from pipeline.ir.graph import OpGraph, Role
-from pipeline.models.gpt import GPT
-from pipeline.models.mlp import MLP
-from pipeline.rates.kernels import Card, kernel_seconds
-from pipeline.runtime.step.memory import measure_peak
-from stages.profile.costs import all_kernels
-from stages.profile.link import meta
-from stages.profile.step import StepProfile, profile_step
-from stages.profile.symbolic import ALLOCATION, rounded
-from stages.profile.timeline import ACTIVATIONS, CLASSES, GRADIENTS, OTHER, PARAMETERS, STATE, TEMPORARIES
+from shardwright.pipeline.cost.unsplit import step_seconds
+from shardwright.pipeline.ir.cluster import NO_HOST
+from shardwright.pipeline.ir.graph import OpGraph, Role
+from shardwright.pipeline.models.gpt import GPT
+from shardwright.pipeline.models.mlp import MLP
+from shardwright.pipeline.rates.kernels import Card, kernel_seconds
+from shardwright.pipeline.runtime.step.memory import measure_peak
+from shardwright.stages.profile.costs import all_kernels
+from shardwright.stages.profile.link import meta
+from shardwright.stages.profile.step import StepProfile, profile_step
+from shardwright.stages.profile.symbolic import ALLOCATION, rounded
+from shardwright.stages.profile.timeline import ACTIVATIONS, CLASSES, GRADIENTS, OTHER, PARAMETERS, STATE, TEMPORARIES
 from tests.graphs import trace
 
 
@@ -110,7 +110,7 @@ def test_only_the_parameters_of_distinct_links_are_made():
     made = []
     for layers in (2, 8):
         graph = trace(GPT(500, 64, 64, layers, 4), tokens(4, 64))
-        with patch("stages.profile.link.meta", wraps=meta) as counted:
+        with patch("shardwright.stages.profile.link.meta", wraps=meta) as counted:
             profile_step(graph, "cpu", "native")
         made.append(counted.call_count)
     assert made[0] == made[1] > 0

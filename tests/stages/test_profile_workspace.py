@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.ir.profile import Kernel
-from stages.profile.device import workspace_bytes
-from stages.profile.run import make_profile
+from shardwright.pipeline.ir.profile import Kernel
+from shardwright.stages.profile.device import workspace_bytes
+from shardwright.stages.profile.run import make_profile
 from tests.graphs import trace
 
 BATCH = 256

@@ -15,8 +15,8 @@ from benchmarks.profile_accuracy import trace_row
 from benchmarks.recompute import row
 from benchmarks.recompute_plans import Planner
 from benchmarks.recompute_report import EQUAL, judged, report
-from pipeline.ir.profile import Compiled, CompiledBlock, CompiledWay
-from pipeline.ops.blocks import blocks_of
+from shardwright.pipeline.ir.profile import Compiled, CompiledBlock, CompiledWay
+from shardwright.pipeline.ops.blocks import blocks_of
 
 GB = 10**9
 

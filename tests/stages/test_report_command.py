@@ -1,4 +1,4 @@
-"""`python -m stages report`, and the page that is written after a stage."""
+"""`shardwright report`, and the page that is written after a stage."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeline.base import artifacts
-from pipeline.base.stage import Inputs, Result
-from pipeline.config import load_config
-from stages.__main__ import main
-from stages.report.priced import read_sources
-from stages.report.run import PAGE, page_after, with_page
+from shardwright.pipeline.base import artifacts
+from shardwright.pipeline.base.stage import Inputs, Result
+from shardwright.pipeline.config import load_config
+from shardwright.stages.command_line import main
+from shardwright.stages.report.priced import read_sources
+from shardwright.stages.report.run import PAGE, page_after, with_page
 from tests.graphs import SILENT
 from tests.report_sources import measured_of, sources_of
 

@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.ir.graph import Role
-from pipeline.ir.plan import Event, Region
-from pipeline.ir.program import Convert
-from pipeline.ir.report import Compared
-from pipeline.sharding.partitions import busiest
-from stages.report.facts import facts_of, seconds_of
-from stages.report.memory import kept_at
-from stages.report.model import folds_of
-from stages.report.page import page_of
-from stages.report.priced import Sources, class_of, priced_partitions
+from shardwright.pipeline.ir.graph import Role
+from shardwright.pipeline.ir.plan import Event, Region
+from shardwright.pipeline.ir.program import Convert
+from shardwright.pipeline.ir.report import Compared
+from shardwright.pipeline.sharding.partitions import busiest
+from shardwright.stages.report.facts import facts_of, seconds_of
+from shardwright.stages.report.memory import kept_at
+from shardwright.stages.report.model import folds_of
+from shardwright.stages.report.page import page_of
+from shardwright.stages.report.priced import Sources, class_of, priced_partitions
 from tests.report_sources import deep_sources, measured_of, piped_sources, sources_of
 
 NAMES = ("gpt", "mlp", "ladder")

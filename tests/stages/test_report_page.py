@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from stages.report.facts import facts_of
-from stages.report.page import page_of
+from shardwright.stages.report.facts import facts_of
+from shardwright.stages.report.page import page_of
 from tests.browser import BrowserError, find_browser, opened
 from tests.report_sources import deep_sources, measured_of, piped_sources
 

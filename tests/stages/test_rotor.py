@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from stages.checkpoint.recompute.chain import Chain, ChainError, Option, default_slots, discretise
-from stages.checkpoint.recompute.rotor import InfeasibleBudget, schedule, solve, tightest
-from stages.checkpoint.recompute.schedule import (
+from shardwright.stages.checkpoint.recompute.chain import Chain, ChainError, Option, default_slots, discretise
+from shardwright.stages.checkpoint.recompute.rotor import InfeasibleBudget, schedule, solve, tightest
+from shardwright.stages.checkpoint.recompute.schedule import (
     Keep,
     Nesting,
     OpKind,
@@ -22,7 +22,7 @@ from stages.checkpoint.recompute.schedule import (
     full_recompute,
     no_recompute,
 )
-from stages.checkpoint.recompute.simulate import InvalidSequence, simulate
+from shardwright.stages.checkpoint.recompute.simulate import InvalidSequence, simulate
 from tests.schedules import fastest
 
 

@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks import rotor as benchmark
-from stages.checkpoint.recompute.chain import Chain, ChainError, Option, discretise
-from stages.checkpoint.recompute.kernels import WIDTH
-from stages.checkpoint.recompute.rotor import Table, curve, schedule, solve, tightest
-from stages.checkpoint.recompute.schedule import no_recompute
-from stages.checkpoint.recompute.simulate import simulate
+from shardwright.stages.checkpoint.recompute.chain import Chain, ChainError, Option, discretise
+from shardwright.stages.checkpoint.recompute.kernels import WIDTH
+from shardwright.stages.checkpoint.recompute.rotor import Table, curve, schedule, solve, tightest
+from shardwright.stages.checkpoint.recompute.schedule import no_recompute
+from shardwright.stages.checkpoint.recompute.simulate import simulate
 from tests.schedules import fastest, recurrence
 
 SIZES = {

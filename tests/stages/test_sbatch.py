@@ -10,12 +10,12 @@ from unittest import mock
 
 import pytest
 
-from pipeline.base.errors import ShardwrightError
-from pipeline.config import TrainEngine
-from pipeline.launch.place import PORTS
-from stages import sbatch as written
-from stages.__main__ import _parser
-from stages.commands import COMMANDS
+from shardwright.pipeline.base.errors import ShardwrightError
+from shardwright.pipeline.config import TrainEngine
+from shardwright.pipeline.launch.place import PORTS
+from shardwright.stages import sbatch as written
+from shardwright.stages.command_line import _parser
+from shardwright.stages.commands import COMMANDS
 from tests.graphs import SILENT
 
 PORT = PORTS[41007 % len(PORTS)]
@@ -69,7 +69,7 @@ def test_each_node_runs_torchrun_which_meet_on_the_first(root: Path) -> None:
     text = script(root, cluster(8, 8), "--option=--partition=gpu", "--time", "1:00:00")
     assert run(root) == [
         f"{root}, 1 threads: -m torch.distributed.run --nnodes=2 --nproc-per-node=8 --node-rank={node}"
-        f" --master-addr=a3 --master-port={PORT} --module stages train"
+        f" --master-addr=a3 --master-port={PORT} --module shardwright train"
         for node in (0, 1)
     ]
     asked = {line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")}
@@ -81,7 +81,7 @@ def test_ranks_can_be_started_again_where_nodes_are_numbered_by_torchrun(root: P
     text = script(root, cluster(8, 8), restarts=3, every=100)
     assert run(root) == [
         f"{root}, 1 threads: -m torch.distributed.run --nnodes=2 --nproc-per-node=8 --max-restarts=3 --rdzv-id=41007"
-        f" --rdzv-backend=c10d --rdzv-endpoint=a3:{PORT} --rdzv-conf=is_host={first} --module stages train"
+        f" --rdzv-backend=c10d --rdzv-endpoint=a3:{PORT} --rdzv-conf=is_host={first} --module shardwright train"
         for first in (1, 0)
     ]
     assert "#SBATCH --requeue\n" in text and "#SBATCH --open-mode=append\n" in text

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from pipeline.base.errors import TrainError
-from stages.train.loop import Loop
-from stages.train.ranks.safety import differing_replicas
-from stages.train.worker import make_engine
+from shardwright.pipeline.base.errors import TrainError
+from shardwright.stages.train.loop import Loop
+from shardwright.stages.train.ranks.safety import differing_replicas
+from shardwright.stages.train.worker import make_engine
 from tests.ranks import run_ranks
 from tests.snapshot_runs import job
 

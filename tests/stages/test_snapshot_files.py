@@ -20,15 +20,15 @@ from hypothesis import settings as settings_of_tests
 from hypothesis import strategies as st
 
 from benchmarks.forged_snapshots import FILES, about, read_all, snapshot
-from pipeline.base.artifacts import Artifact
-from pipeline.base.errors import TrainError
-from pipeline.base.stage import Inputs
-from pipeline.config import load_config
-from pipeline.ir.layout import Layout, R, S
-from stages.train.journal import tell
-from stages.train.ranks.safety import checksum, difference
-from stages.train.snapshots import manifest, writer
-from stages.train.snapshots.boxes import (
+from shardwright.pipeline.base.artifacts import Artifact
+from shardwright.pipeline.base.errors import TrainError
+from shardwright.pipeline.base.stage import Inputs
+from shardwright.pipeline.config import load_config
+from shardwright.pipeline.ir.layout import Layout, R, S
+from shardwright.stages.train.journal import tell
+from shardwright.stages.train.ranks.safety import checksum, difference
+from shardwright.stages.train.snapshots import manifest, writer
+from shardwright.stages.train.snapshots.boxes import (
     BoxedTensor,
     TensorFiles,
     boxes_of,
@@ -40,7 +40,7 @@ from stages.train.snapshots.boxes import (
     write_boxes,
     write_table,
 )
-from stages.train.snapshots.manifest import (
+from shardwright.stages.train.snapshots.manifest import (
     Damaged,
     Unreadable,
     check_files,
@@ -49,8 +49,8 @@ from stages.train.snapshots.manifest import (
     snapshots_in,
     write_manifest,
 )
-from stages.train.snapshots.starting import differing, digest_of_run, launch_of, prepare, settings_of
-from stages.train.snapshots.writer import not_seen
+from shardwright.stages.train.snapshots.starting import differing, digest_of_run, launch_of, prepare, settings_of
+from shardwright.stages.train.snapshots.writer import not_seen
 
 PROJECT = Path(__file__).parents[2]
 CONFIG = load_config(PROJECT)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from stages.codegen.partitions import write_partitions
+from shardwright.stages.codegen.partitions import write_partitions
 from tests import plans, snapshot_runs
 from tests.piped_training import Case, job_of, plan_of
 from tests.ranks import run_ranks

@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.forged_snapshots import about
-from pipeline.base.errors import TrainError
-from pipeline.launch.launch import Supervision
-from pipeline.launch.launch import run_ranks as launch
-from stages.train.engines.planned import PlannedEngine
-from stages.train.ranks.safety import differing_replicas
-from stages.train.snapshots.manifest import snapshots_in
-from stages.train.snapshots.resume import find, restore
-from stages.train.snapshots.writer import SnapshotWriter
+from shardwright.pipeline.base.errors import TrainError
+from shardwright.pipeline.launch.launch import Supervision
+from shardwright.pipeline.launch.launch import run_ranks as launch
+from shardwright.stages.train.engines.planned import PlannedEngine
+from shardwright.stages.train.ranks.safety import differing_replicas
+from shardwright.stages.train.snapshots.manifest import snapshots_in
+from shardwright.stages.train.snapshots.resume import find, restore
+from shardwright.stages.train.snapshots.writer import SnapshotWriter
 from tests.ranks import run_ranks
 from tests.snapshot_runs import Faulty, job, train, write_programs
 
@@ -133,7 +133,7 @@ def unshared(here: Path) -> tuple[str, list[str]]:
     engine, folder = PlannedEngine(job(here, "zero1", 1)), here / f"host{dist.get_rank()}"
     snapshots = SnapshotWriter(folder, 2, True, 60)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("stages.train.snapshots.writer.SEEN_S", 0.2)
+        patch.setattr("shardwright.stages.train.snapshots.writer.SEEN_S", 0.2)
         snapshots.take(engine, 1, about(1))
         outcome = snapshots.done(wait=True)
     dist.barrier()
@@ -190,7 +190,7 @@ def on_one_rank(folder: str) -> list[dict[str, Any]]:
     here = Path(folder)
     found = [train(job(here, "one", STEPS, every=2), here / work) for work in ("journey", "again")]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("stages.train.snapshots.writer.write_boxes", _break)
+        patch.setattr("shardwright.stages.train.snapshots.writer.write_boxes", _break)
         with pytest.raises(TrainError, match=r"RuntimeError: a surprise; mend that, .* goes on from the start"):
             train(job(here, "one", 1, every=1, folder=str(here / "broken")), here / "broken_work")
     return found
@@ -325,7 +325,7 @@ def test_ranks_are_started_again_after_a_kill_and_a_hang(warm_python: None, runs
         with contextlib.suppress(OSError):
             told["notes"] = notes(work)
 
-    result = launch("stages.train.worker", given, 2, 280, poll, watch=Supervision(restarts=6))
+    result = launch("shardwright.stages.train.worker", given, 2, 280, poll, watch=Supervision(restarts=6))
     assert apart(result["losses"], found["plain"]) <= SAME and len(result["losses"]) == STEPS
     restarts = [note["restart"] for note in told["notes"] if "resumed" in note]
     assert restarts[:2] == [1, 2]  # on a slow machine a step may count as hanging

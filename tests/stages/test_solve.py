@@ -13,24 +13,24 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pipeline.base import artifacts
-from pipeline.base.errors import SolveError
-from pipeline.base.stage import Inputs
-from pipeline.config import load_config
-from pipeline.cost.step import Workload
-from pipeline.ir.plan import Frontier
-from pipeline.ir.program import Convert
-from pipeline.ir.verify import verify_sharding
-from pipeline.sharding.lowering import lower, with_paths
-from stages.profile.by_table import profile_graph
-from stages.solve import run as stage
-from stages.solve.answer.frontier import FrontierSearch
-from stages.solve.problem.build import build, to_sharding
-from stages.solve.problem.data import Node, Problem
-from stages.solve.problem.storage import Way
-from stages.solve.search.backends import glpk
-from stages.solve.search.integer_program import best_prices, solve
-from stages.solve.search.memory_price import Bounder
+from shardwright.pipeline.base import artifacts
+from shardwright.pipeline.base.errors import SolveError
+from shardwright.pipeline.base.stage import Inputs
+from shardwright.pipeline.config import load_config
+from shardwright.pipeline.cost.step import Workload
+from shardwright.pipeline.ir.plan import Frontier
+from shardwright.pipeline.ir.program import Convert
+from shardwright.pipeline.ir.verify import verify_sharding
+from shardwright.pipeline.sharding.lowering import lower, with_paths
+from shardwright.stages.profile.by_table import profile_graph
+from shardwright.stages.solve import run as stage
+from shardwright.stages.solve.answer.frontier import FrontierSearch
+from shardwright.stages.solve.problem.build import build, to_sharding
+from shardwright.stages.solve.problem.data import Node, Problem
+from shardwright.stages.solve.problem.storage import Way
+from shardwright.stages.solve.search.backends import glpk
+from shardwright.stages.solve.search.integer_program import best_prices, solve
+from shardwright.stages.solve.search.memory_price import Bounder
 from tests.graphs import (
     GRAPHS,
     SILENT,

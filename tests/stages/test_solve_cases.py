@@ -12,17 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pipeline.cost.step import Workload
-from pipeline.ir.cluster import Cluster
-from pipeline.ir.graph import OpGraph, Role
-from pipeline.ir.plan import Baseline, FrontierPoint, Sharding
-from pipeline.ir.program import Convert
-from pipeline.sharding.lowering import lower
-from stages.profile.by_table import profile_graph
-from stages.solve.answer.baselines import baselines
-from stages.solve.answer.saved import Saved, found_among
-from stages.solve.on_mesh import NO_PROOF, MeshProblem, price_point
-from stages.solve.problem.build import to_sharding
+from shardwright.pipeline.cost.step import Workload
+from shardwright.pipeline.ir.cluster import Cluster
+from shardwright.pipeline.ir.graph import OpGraph, Role
+from shardwright.pipeline.ir.plan import Baseline, FrontierPoint, Sharding
+from shardwright.pipeline.ir.program import Convert
+from shardwright.pipeline.sharding.lowering import lower
+from shardwright.stages.profile.by_table import profile_graph
+from shardwright.stages.solve.answer.baselines import baselines
+from shardwright.stages.solve.answer.saved import Saved, found_among
+from shardwright.stages.solve.on_mesh import NO_PROOF, MeshProblem, price_point
+from shardwright.stages.solve.problem.build import to_sharding
 from tests.graphs import SILENT, mesh, solve_settings, trace
 
 

@@ -10,13 +10,13 @@ import numpy as np
 import pyomo.environ as pyo
 import pytest
 
-from stages.solve.answer.frontier import FrontierSearch
-from stages.solve.problem.data import Holding, Node, Problem
-from stages.solve.search.backends import NothingFound, glpk
-from stages.solve.search.elimination import Elimination, Prices, TooWide, _spread
-from stages.solve.search.integer_program import best_prices, solve, without_too_costly
-from stages.solve.search.memory_price import Bounder
-from stages.solve.search.restricted import restrict, without_dominated
+from shardwright.stages.solve.answer.frontier import FrontierSearch
+from shardwright.stages.solve.problem.data import Holding, Node, Problem
+from shardwright.stages.solve.search.backends import NothingFound, glpk
+from shardwright.stages.solve.search.elimination import Elimination, Prices, TooWide, _spread
+from shardwright.stages.solve.search.integer_program import best_prices, solve, without_too_costly
+from shardwright.stages.solve.search.memory_price import Bounder
+from shardwright.stages.solve.search.restricted import restrict, without_dominated
 from tests.graphs import SILENT, solve_settings
 from tests.problems import LENGTH, a_limit, best, every_plan, random_problem
 
@@ -211,7 +211,7 @@ def test_a_solver_that_finds_nothing_in_time_leaves_the_plan_of_prices(monkeypat
     def nothing(*_):
         raise NothingFound("the solver found no plan", where=WHERE)
 
-    monkeypatch.setattr("stages.solve.answer.frontier.solve", nothing)
+    monkeypatch.setattr("shardwright.stages.solve.answer.frontier.solve", nothing)
     limit = next(x for x in (38.5, 33.5, 27.5) if sweep.bounder.within(x, 0, math.inf).bound < best(problem, x) - 1e-6)
     stand_in = sweep.within(limit)
     assert stand_in.peak <= limit and 0 < stand_in.proof.gap < 1

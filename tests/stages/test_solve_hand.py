@@ -7,21 +7,21 @@ from functools import partial
 
 import pytest
 
-from pipeline.base.errors import SolveError
-from pipeline.config import Only, Search
-from pipeline.cost.step import Workload
-from pipeline.ir.graph import OpGraph, Role
-from pipeline.ir.plan import Baseline, Sharding
-from pipeline.sharding.lowering import lower
-from stages.solve.answer.baselines import baselines
-from stages.solve.answer.frontier import FrontierSearch
-from stages.solve.on_mesh import NO_PROOF, price_point
-from stages.solve.problem.build import build, to_sharding
-from stages.solve.problem.constraints import UserConstraints
-from stages.solve.problem.families import Families, named
-from stages.solve.problem.storage import Way, storage_choices
-from stages.solve.search.elimination import Elimination
-from stages.solve.search.restricted import restrict
+from shardwright.pipeline.base.errors import SolveError
+from shardwright.pipeline.config import Only, Search
+from shardwright.pipeline.cost.step import Workload
+from shardwright.pipeline.ir.graph import OpGraph, Role
+from shardwright.pipeline.ir.plan import Baseline, Sharding
+from shardwright.pipeline.sharding.lowering import lower
+from shardwright.stages.solve.answer.baselines import baselines
+from shardwright.stages.solve.answer.frontier import FrontierSearch
+from shardwright.stages.solve.on_mesh import NO_PROOF, price_point
+from shardwright.stages.solve.problem.build import build, to_sharding
+from shardwright.stages.solve.problem.constraints import UserConstraints
+from shardwright.stages.solve.problem.families import Families, named
+from shardwright.stages.solve.problem.storage import Way, storage_choices
+from shardwright.stages.solve.search.elimination import Elimination
+from shardwright.stages.solve.search.restricted import restrict
 from tests.graphs import SILENT, gpt_graph, mesh, mlp_graph, preset, profile_of, solve_settings
 
 WHERE = "conf/solve/test.yaml"

@@ -12,20 +12,20 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pipeline.base import artifacts
-from pipeline.base.errors import SolveError
-from pipeline.base.stage import Inputs
-from pipeline.config import Checkpoint, Config, Only, Recompute, load_config
-from pipeline.cost.resident import Kept, budget_of, resident_parts, total_of
-from pipeline.ir.cluster import Cluster
-from pipeline.ir.graph import OpGraph
-from pipeline.ir.plan import Frontier
-from pipeline.ir.verify import verify_sharding
-from pipeline.sharding.sharded import Sharded
-from stages.checkpoint.choose import choose, evaluate
-from stages.profile.by_table import profile_graph
-from stages.solve import run as stage
-from stages.solve.search.elimination import least_resident
+from shardwright.pipeline.base import artifacts
+from shardwright.pipeline.base.errors import SolveError
+from shardwright.pipeline.base.stage import Inputs
+from shardwright.pipeline.config import Checkpoint, Config, Only, Recompute, load_config
+from shardwright.pipeline.cost.resident import Kept, budget_of, resident_parts, total_of
+from shardwright.pipeline.ir.cluster import Cluster
+from shardwright.pipeline.ir.graph import OpGraph
+from shardwright.pipeline.ir.plan import Frontier
+from shardwright.pipeline.ir.verify import verify_sharding
+from shardwright.pipeline.sharding.sharded import Sharded
+from shardwright.stages.checkpoint.choose import choose, evaluate
+from shardwright.stages.profile.by_table import profile_graph
+from shardwright.stages.solve import run as stage
+from shardwright.stages.solve.search.elimination import least_resident
 from tests.graphs import GRAPHS, SILENT, frontier_of, plan_of, preset, solve_settings, trace
 from tests.problems import every_plan, random_problem
 

@@ -12,17 +12,17 @@ import pytest
 import torch
 import yaml
 
-from pipeline.base import artifacts
-from pipeline.base.artifacts import KINDS, Artifact
-from pipeline.base.errors import ArtifactError, ConfigError, ShardwrightError, SolveError
-from pipeline.base.stage import Inputs
-from pipeline.config import Config, Only, PlanUse, Search, load_config
-from pipeline.ir.cluster import Cluster
-from pipeline.ir.graph import OpGraph
-from pipeline.ir.plan import Frontier, Plan, Prediction, Region, Sharding
-from pipeline.models.mlp import MLP
-from stages.profile.by_table import profile_graph
-from stages.solve import run as stage
+from shardwright.pipeline.base import artifacts
+from shardwright.pipeline.base.artifacts import KINDS, Artifact
+from shardwright.pipeline.base.errors import ArtifactError, ConfigError, ShardwrightError, SolveError
+from shardwright.pipeline.base.stage import Inputs
+from shardwright.pipeline.config import Config, Only, PlanUse, Search, load_config
+from shardwright.pipeline.ir.cluster import Cluster
+from shardwright.pipeline.ir.graph import OpGraph
+from shardwright.pipeline.ir.plan import Frontier, Plan, Prediction, Region, Sharding
+from shardwright.pipeline.models.mlp import MLP
+from shardwright.stages.profile.by_table import profile_graph
+from shardwright.stages.solve import run as stage
 from tests.graphs import SILENT, frontier_of, mlp_batch, mlp_graph, plan_of, preset, profile_of, solve_settings, trace
 from tests.unpipelined import whole_plan
 

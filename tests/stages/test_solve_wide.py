@@ -14,22 +14,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.config import Search
-from pipeline.cost.step import Workload
-from stages.profile.by_table import profile_graph
-from stages.solve.answer.baselines import baselines
-from stages.solve.answer.frontier import FrontierSearch
-from stages.solve.on_mesh import NO_PROOF, MeshProblem, price_point
-from stages.solve.problem.build import build
-from stages.solve.problem.data import Edge, Holding, Node, Problem
-from stages.solve.search.backends import NothingFound
-from stages.solve.search.decomposition import CutBounder, WideBounder, fastest
-from stages.solve.search.elimination import Elimination, Prices, TooWide
-from stages.solve.search.integer_program import best_prices
-from stages.solve.search.large.plain import plain
-from stages.solve.search.large.priced import LargeProblem
-from stages.solve.search.restricted import restrict
-from stages.solve.search.separators import CutOpen
+from shardwright.pipeline.config import Search
+from shardwright.pipeline.cost.step import Workload
+from shardwright.stages.profile.by_table import profile_graph
+from shardwright.stages.solve.answer.baselines import baselines
+from shardwright.stages.solve.answer.frontier import FrontierSearch
+from shardwright.stages.solve.on_mesh import NO_PROOF, MeshProblem, price_point
+from shardwright.stages.solve.problem.build import build
+from shardwright.stages.solve.problem.data import Edge, Holding, Node, Problem
+from shardwright.stages.solve.search.backends import NothingFound
+from shardwright.stages.solve.search.decomposition import CutBounder, WideBounder, fastest
+from shardwright.stages.solve.search.elimination import Elimination, Prices, TooWide
+from shardwright.stages.solve.search.integer_program import best_prices
+from shardwright.stages.solve.search.large.plain import plain
+from shardwright.stages.solve.search.large.priced import LargeProblem
+from shardwright.stages.solve.search.restricted import restrict
+from shardwright.stages.solve.search.separators import CutOpen
 from tests.graphs import SILENT, mesh, solve_settings, trace
 from tests.problems import LENGTH, a_limit, best, every_plan, random_problem
 
@@ -58,7 +58,7 @@ def some_prices(problem: Problem, seed: int) -> Prices:
 def way(request, monkeypatch):
     """To make shares plain."""
     if request.param == "a node per form":
-        monkeypatch.setattr("stages.solve.search.large.plain.MOST_READERS", 1)
+        monkeypatch.setattr("shardwright.stages.solve.search.large.plain.MOST_READERS", 1)
 
 
 @pytest.mark.usefixtures("way")

@@ -18,7 +18,7 @@ from benchmarks.overhead_steps import Step
 from benchmarks.step_time import Outcome, Predicted, judge, spearman, verdict
 from benchmarks.step_time_models import SCENARIOS, Scenario, batch, build
 from benchmarks.step_time_ranks import CHOSEN, RANKS, WARM_UP, measure, peak_bytes, turn
-from pipeline.config import load_config
+from shardwright.pipeline.config import load_config
 from tests.flow.project import TINY
 from tests.ranks import run_ranks
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pipeline.ir.plan import Prediction
-from pipeline.ir.report import Breakdown, Report
-from stages.summary import _compared
-from stages.train.measured import compare
+from shardwright.pipeline.ir.plan import Prediction
+from shardwright.pipeline.ir.report import Breakdown, Report
+from shardwright.stages.summary import _compared
+from shardwright.stages.train.measured import compare
 
 
 def report(prediction: Prediction, breakdown: Breakdown | None) -> Report:

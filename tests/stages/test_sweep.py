@@ -12,15 +12,23 @@ from pathlib import Path
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from pipeline.base.kernel_cache import COPY, OfTheProject
-from pipeline.base.signals import Interrupted, interruptible
-from pipeline.config import Backend, overrides, try_settings
-from pipeline.tracking.execution import ROOT, SweepPoint, current_point
-from stages.__main__ import main
-from stages.checkpoint.recompute import schedule
-from stages.sweep import experiments
-from stages.sweep.experiments import COPIES, _override, _reason, experiment_flags, forget_killed, run_point, sweep_lock
-from stages.sweep.run import points_of, table
+from shardwright.pipeline.base.kernel_cache import COPY, OfTheProject
+from shardwright.pipeline.base.signals import Interrupted, interruptible
+from shardwright.pipeline.config import Backend, overrides, try_settings
+from shardwright.pipeline.tracking.execution import ROOT, SweepPoint, current_point
+from shardwright.stages.checkpoint.recompute import schedule
+from shardwright.stages.command_line import main
+from shardwright.stages.sweep import experiments
+from shardwright.stages.sweep.experiments import (
+    COPIES,
+    _override,
+    _reason,
+    experiment_flags,
+    forget_killed,
+    run_point,
+    sweep_lock,
+)
+from shardwright.stages.sweep.run import points_of, table
 
 PROJECT = Path(__file__).resolve().parents[2]
 

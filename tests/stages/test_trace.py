@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pipeline.base.errors import TraceError
-from pipeline.config import DType, Precision, TensorSpec, load_config
-from pipeline.ir.graph import OpGraph, Role, Value
-from pipeline.tracing.build import fake_mode, sample_batch
-from pipeline.user.loss import pick_loss
-from stages.trace.run import figures, run
+from shardwright.pipeline.base.errors import TraceError
+from shardwright.pipeline.config import DType, Precision, TensorSpec, load_config
+from shardwright.pipeline.ir.graph import OpGraph, Role, Value
+from shardwright.pipeline.tracing.build import fake_mode, sample_batch
+from shardwright.pipeline.user.loss import pick_loss
+from shardwright.stages.trace.run import figures, run
 from tests.graphs import gpt, gpt_batch, gpt_graph, mlp, mlp_batch, mlp_graph, trace
 from tests.interpreter import run_graph
 

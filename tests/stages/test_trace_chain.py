@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from torch import nn
 
-from pipeline.ir.graph import Args, Op, OpGraph
-from pipeline.ir.verify import verify_graph
-from pipeline.tracing.chain import LONGEST_RESIDUAL, find_chain, products_in_a_row
-from stages.trace.run import figures
+from shardwright.pipeline.ir.graph import Args, Op, OpGraph
+from shardwright.pipeline.ir.verify import verify_graph
+from shardwright.pipeline.tracing.chain import LONGEST_RESIDUAL, find_chain, products_in_a_row
+from shardwright.stages.trace.run import figures
 from tests.graphs import gpt, gpt_batch, gpt_graph, ladder_graph, mlp_graph, shared_graph, trace
 from tests.skips import KINDS, NEAR, STEPS, UNet, images, random_ops
 

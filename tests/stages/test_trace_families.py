@@ -15,22 +15,22 @@ from torch.nn import functional as F
 
 pytest.importorskip("transformers", reason="the extra `hf` is not installed")
 
-from pipeline.base.errors import TraceError
-from pipeline.cost.unsplit import step_seconds
-from pipeline.ir.graph import OpGraph, Role
-from pipeline.ir.profile import Kernel, LinkKernels
-from pipeline.ir.verify import verify_graph
-from pipeline.rates.kernels import Card
-from pipeline.tracing import simplify as simplify_module
-from pipeline.tracing.autocast import device_autocast
-from pipeline.tracing.build import fake_mode, to_fake
-from pipeline.tracing.chain import find_chain
-from pipeline.tracing.export import export_loss
-from pipeline.tracing.lower import Ops, lower
-from pipeline.tracing.simplify import simplify
-from pipeline.user.loss import pick_loss
-from stages.profile.costs import all_kernels, op_costs, value_types
-from stages.profile.step import profile_step
+from shardwright.pipeline.base.errors import TraceError
+from shardwright.pipeline.cost.unsplit import step_seconds
+from shardwright.pipeline.ir.graph import OpGraph, Role
+from shardwright.pipeline.ir.profile import Kernel, LinkKernels
+from shardwright.pipeline.ir.verify import verify_graph
+from shardwright.pipeline.rates.kernels import Card
+from shardwright.pipeline.tracing import simplify as simplify_module
+from shardwright.pipeline.tracing.autocast import device_autocast
+from shardwright.pipeline.tracing.build import fake_mode, to_fake
+from shardwright.pipeline.tracing.chain import find_chain
+from shardwright.pipeline.tracing.export import export_loss
+from shardwright.pipeline.tracing.lower import Ops, lower
+from shardwright.pipeline.tracing.simplify import simplify
+from shardwright.pipeline.user.loss import pick_loss
+from shardwright.stages.profile.costs import all_kernels, op_costs, value_types
+from shardwright.stages.profile.step import profile_step
 from tests.families import FAMILIES, LENGTH, llama, mixtral, t5, tokens
 from tests.interpreter import run_graph
 
@@ -113,7 +113,7 @@ def test_equal_layers_have_equal_numbers(family):
 def test_only_long_skips_change_the_chain(family, monkeypatch):
     """A residual is no common value: without these, every chain but T5's is the same."""
     build, _, graph = family
-    monkeypatch.setattr("pipeline.tracing.chain.find_common", lambda ops: set())
+    monkeypatch.setattr("shardwright.pipeline.tracing.chain.find_common", lambda ops: set())
     before = find_chain(Ops(graph.values, graph.ops, graph.output))
     if build.__name__ == "t5":
         assert graph.common and len(before.chain) < len(graph.chain)

@@ -17,16 +17,16 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from pipeline.base.errors import TrainError
-from pipeline.config import TrainEngine
-from pipeline.ir.plan import Partition, Plan, Prediction, Sharding
-from pipeline.models import gpt
-from pipeline.models.data import TokenSequences
-from pipeline.runtime.programs.parameters import whole_of
-from stages.train.engines.baselines import numbered_blocks
-from stages.train.loop import Loop
-from stages.train.run import check_batch, ranks_of
-from stages.train.worker import agree, make_engine
+from shardwright.pipeline.base.errors import TrainError
+from shardwright.pipeline.config import TrainEngine
+from shardwright.pipeline.ir.plan import Partition, Plan, Prediction, Sharding
+from shardwright.pipeline.models import gpt
+from shardwright.pipeline.models.data import TokenSequences
+from shardwright.pipeline.runtime.programs.parameters import whole_of
+from shardwright.stages.train.engines.baselines import numbered_blocks
+from shardwright.stages.train.loop import Loop
+from shardwright.stages.train.run import check_batch, ranks_of
+from shardwright.stages.train.worker import agree, make_engine
 from tests import plans
 from tests.jobs import train_settings
 from tests.ranks import run_ranks
@@ -45,13 +45,13 @@ def given_model() -> nn.Module:
 def job(engine: str, weights: Path) -> dict[str, Any]:
     shape = {"shape": [BATCH, SIZES["context"]], "dtype": "int64"}
     data = {"vocab_size": SIZES["vocab_size"], "length": SIZES["context"], "samples": SAMPLES}
-    dataset = {"_target_": "pipeline.models.data.TokenSequences", **data}
+    dataset = {"_target_": "shardwright.pipeline.models.data.TokenSequences", **data}
     return {
         "device": "cpu",
         "module_path": __file__,  # not run
         "model": {
             "precision": "fp32",
-            "module": {"_target_": "pipeline.models.gpt.build", **SIZES},
+            "module": {"_target_": "shardwright.pipeline.models.gpt.build", **SIZES},
             "batch": {"input_ids": shape, "labels": shape},
         },
         "data": {"dataset": dataset, "held_out": dataset, "shuffle": False, "seed": 0},

@@ -12,11 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.ir.plan import Prediction
-from pipeline.ir.report import Breakdown
-from pipeline.runtime.pipelining.transfer import ACROSS
-from pipeline.runtime.programs.collectives import AROUND
-from stages.train.breakdown import (
+from shardwright.pipeline.ir.plan import Prediction
+from shardwright.pipeline.ir.report import Breakdown
+from shardwright.pipeline.runtime.pipelining.transfer import ACROSS
+from shardwright.pipeline.runtime.programs.collectives import AROUND
+from shardwright.stages.train.breakdown import (
     HOLE_NS,
     STEP,
     ProfiledEvent,
@@ -28,10 +28,10 @@ from stages.train.breakdown import (
     within,
     without,
 )
-from stages.train.engines.pipelined import PipelinedEngine
-from stages.train.engines.planned import PlannedEngine
-from stages.train.loop import Loop, looked_at
-from stages.train.measured import compare, figures, make_report, median_seconds
+from shardwright.stages.train.engines.pipelined import PipelinedEngine
+from shardwright.stages.train.engines.planned import PlannedEngine
+from shardwright.stages.train.loop import Loop, looked_at
+from shardwright.stages.train.measured import compare, figures, make_report, median_seconds
 from tests import plans
 from tests.piped_training import Case, job_of, write_case
 from tests.programs import plan_for, uniform

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.runtime.programs.parameters import shard_of
-from stages.train.engines.planned import PlannedEngine
+from shardwright.pipeline.runtime.programs.parameters import shard_of
+from shardwright.stages.train.engines.planned import PlannedEngine
 from tests.piped_training import Case, job_of, truth_of
 from tests.plans import FORCED, STEPS, graph_of
 from tests.programs import SCHEDULES, write

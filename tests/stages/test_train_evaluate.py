@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from pipeline.base.errors import TrainError
-from pipeline.base.instantiate import TargetError, instantiate
-from pipeline.ir.layout import Layout
-from pipeline.runtime.step.slices import Slices
-from stages.train.data import held_out_batches
-from stages.train.engines.engine import program_of
-from stages.train.engines.planned import PlannedEngine
-from stages.train.loop import Loop
+from shardwright.pipeline.base.errors import TrainError
+from shardwright.pipeline.base.instantiate import TargetError, instantiate
+from shardwright.pipeline.ir.layout import Layout
+from shardwright.pipeline.runtime.step.slices import Slices
+from shardwright.stages.train.data import held_out_batches
+from shardwright.stages.train.engines.engine import program_of
+from shardwright.stages.train.engines.planned import PlannedEngine
+from shardwright.stages.train.loop import Loop
 from tests import evaluated_models as models
 from tests.graphs import trace
 from tests.jobs import train_settings
@@ -26,7 +26,11 @@ from tests.programs import kept, nested, plan_for, uniform, write
 from tests.ranks import run_ranks
 
 STEPS, HELD_OUT = 4, 11  # samples, of which the last three are no whole batch
-TOKENS = {"_target_": "pipeline.models.data.TokenSequences", "vocab_size": models.WORDS, "length": models.LENGTH}
+TOKENS = {
+    "_target_": "shardwright.pipeline.models.data.TokenSequences",
+    "vocab_size": models.WORDS,
+    "length": models.LENGTH,
+}
 IMAGES = {"_target_": "tests.evaluated_models.Images"}
 MODELS: dict[str, tuple[type[nn.Module], dict[str, Any], Any]] = {
     "gpt": (models.DroppingGPT, TOKENS, nested),

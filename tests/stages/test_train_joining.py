@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipeline.base.errors import TrainError
-from pipeline.launch.rendezvous import agree_on_start
-from stages.train.ranks import joining
+from shardwright.pipeline.base.errors import TrainError
+from shardwright.pipeline.launch.rendezvous import agree_on_start
+from shardwright.stages.train.ranks import joining
 
 
 @pytest.mark.parametrize(

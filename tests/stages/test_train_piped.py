@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.runtime.programs.source import load_program
-from stages.verify.locate import Fault
+from shardwright.pipeline.runtime.programs.source import load_program
+from shardwright.stages.verify.locate import Fault
 from tests.compiling import compiles_attention_in_float64
 from tests.piped_training import Case, judge, put_off_in, train, write_case
 from tests.ranks import run_ranks

@@ -9,20 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base import artifacts
-from pipeline.base.artifacts import Artifact
-from pipeline.base.errors import ShardwrightError, TrainError
-from pipeline.base.stage import Inputs
-from pipeline.config import load_config
-from pipeline.ir.graph import Role
-from stages.commands import COMMANDS
-from stages.train import run as training
-from stages.train.engines.engine import program_of
-from stages.train.engines.pipelined import PipelinedEngine
-from stages.train.engines.planned import PlannedEngine
-from stages.train.journal import Follower
-from stages.train.run import keep_weights, weights_path
-from stages.train.snapshots.manifest import is_finished, snapshots_in
+from shardwright.pipeline.base import artifacts
+from shardwright.pipeline.base.artifacts import Artifact
+from shardwright.pipeline.base.errors import ShardwrightError, TrainError
+from shardwright.pipeline.base.stage import Inputs
+from shardwright.pipeline.config import load_config
+from shardwright.pipeline.ir.graph import Role
+from shardwright.stages.commands import COMMANDS
+from shardwright.stages.train import run as training
+from shardwright.stages.train.engines.engine import program_of
+from shardwright.stages.train.engines.pipelined import PipelinedEngine
+from shardwright.stages.train.engines.planned import PlannedEngine
+from shardwright.stages.train.journal import Follower
+from shardwright.stages.train.run import keep_weights, weights_path
+from shardwright.stages.train.snapshots.manifest import is_finished, snapshots_in
 from tests.graphs import SILENT, mlp_graph
 from tests.plans import graph_of
 from tests.programs import plan_for, uniform

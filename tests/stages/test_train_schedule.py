@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.base.errors import TrainError
-from stages.train.data import Prefetched
-from stages.train.loop import Rate, part_of_rate
+from shardwright.pipeline.base.errors import TrainError
+from shardwright.stages.train.data import Prefetched
+from shardwright.stages.train.loop import Rate, part_of_rate
 
 CONSTANT = {"warm_up": 0, "decay": "none", "decay_steps": None, "least": 0.0}
 

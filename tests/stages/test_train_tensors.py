@@ -16,12 +16,12 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from pipeline.base.instantiate import TargetError
-from pipeline.models import gpt
-from pipeline.models.data import TokenSequences
-from pipeline.user.weights import WeightsError
-from stages.train.engines.planned import PlannedEngine
-from stages.train.loop import Loop
+from shardwright.pipeline.base.instantiate import TargetError
+from shardwright.pipeline.models import gpt
+from shardwright.pipeline.models.data import TokenSequences
+from shardwright.pipeline.user.weights import WeightsError
+from shardwright.stages.train.engines.planned import PlannedEngine
+from shardwright.stages.train.loop import Loop
 from tests import plans
 from tests.jobs import train_settings
 from tests.ranks import run_ranks
@@ -65,12 +65,12 @@ def job(module: Path, weights: Path) -> dict[str, Any]:
         schedule=SCHEDULE,
         evaluate={"every": 1, "batches": 1},
     )
-    dataset = {"_target_": "pipeline.models.data.TokenSequences", **data}
+    dataset = {"_target_": "shardwright.pipeline.models.data.TokenSequences", **data}
     return {
         "module_path": str(module),
         "model": {
             "precision": "fp32",
-            "module": {"_target_": "pipeline.models.gpt.build", **SIZES},
+            "module": {"_target_": "shardwright.pipeline.models.gpt.build", **SIZES},
             "batch": {"input_ids": shape, "labels": shape},
         },
         "data": {"dataset": dataset, "held_out": dataset | {"first": SAMPLES}, "shuffle": False, "seed": 0},

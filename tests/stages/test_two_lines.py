@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.cost.links import Lines, LinkCosts, LinkWay
-from pipeline.rates.compute import Seconds
-from stages.checkpoint.recompute.chain import LAST
-from stages.checkpoint.recompute.schedule import OpKind, ScheduledOp
-from stages.checkpoint.recompute.simulate import ExecutedOp, MemoryState, Outcome
-from stages.checkpoint.recompute.two_lines import played
+from shardwright.pipeline.cost.links import Lines, LinkCosts, LinkWay
+from shardwright.pipeline.rates.compute import Seconds
+from shardwright.stages.checkpoint.recompute.chain import LAST
+from shardwright.stages.checkpoint.recompute.schedule import OpKind, ScheduledOp
+from shardwright.stages.checkpoint.recompute.simulate import ExecutedOp, MemoryState, Outcome
+from shardwright.stages.checkpoint.recompute.two_lines import played
 
 NOTHING = MemoryState(frozenset(), frozenset(), None)
 SECONDS = st.floats(0.0, 4.0)

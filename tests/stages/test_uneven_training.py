@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.models import gpt
-from stages.codegen.partitions import write_partitions
-from stages.train.loop import Loop
-from stages.train.worker import make_engine
+from shardwright.pipeline.models import gpt
+from shardwright.stages.codegen.partitions import write_partitions
+from shardwright.stages.train.loop import Loop
+from shardwright.stages.train.worker import make_engine
 from tests import plans, snapshot_runs
 from tests.piped_training import Case, plan_of
 from tests.ranks import run_ranks
@@ -42,7 +42,7 @@ def job(here: Path, name: str, steps: int, /, **safety: Any) -> dict[str, Any]:
     given = snapshot_runs.job(here, name, steps, **safety)
     shape = {"shape": [12, plans.UNEVEN["context"]], "dtype": "int64"}
     given["model"] |= {
-        "module": {"_target_": "pipeline.models.gpt.build", **plans.UNEVEN},
+        "module": {"_target_": "shardwright.pipeline.models.gpt.build", **plans.UNEVEN},
         "batch": {"input_ids": shape, "labels": shape},
     }
     given["data"]["dataset"]["vocab_size"] = plans.UNEVEN["vocab_size"]

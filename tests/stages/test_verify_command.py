@@ -1,4 +1,4 @@
-"""`python -m stages verify`: right programs are found equal, wrong ones unequal, and the wrong line is named."""
+"""`shardwright verify`: right programs are found equal, wrong ones unequal, and the wrong line is named."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.base.stage import read
-from pipeline.config import load_config
-from pipeline.ir.graph import Role
-from pipeline.ir.layout import Layout, S
-from pipeline.ir.plan import Strategy
-from pipeline.ir.program import Call
-from pipeline.launch.work_folder import LaunchFailed
-from pipeline.ops.dims import strategies
-from pipeline.ops.table import rule_of, table
-from pipeline.sharding.conversions import gathered_together
-from pipeline.sharding.lowering import lower
-from stages.__main__ import main
-from stages.verify import run as verify_run
-from stages.verify import worker
-from stages.verify.compare import Gap, everywhere
-from stages.verify.float64 import ANY, grouped_product, in_float32, in_float64, split_draws
-from stages.verify.locate import _is_lower
-from stages.verify.record import BEFORE, _steps_of, names_of
-from stages.verify.truth import ModuleKind
-from stages.verify.worker import AT, failing_line
-from stages.verify.worker import verify as verify_on_a_rank
+from shardwright.pipeline.base.stage import read
+from shardwright.pipeline.config import load_config
+from shardwright.pipeline.ir.graph import Role
+from shardwright.pipeline.ir.layout import Layout, S
+from shardwright.pipeline.ir.plan import Strategy
+from shardwright.pipeline.ir.program import Call
+from shardwright.pipeline.launch.work_folder import LaunchFailed
+from shardwright.pipeline.ops.dims import strategies
+from shardwright.pipeline.ops.table import rule_of, table
+from shardwright.pipeline.sharding.conversions import gathered_together
+from shardwright.pipeline.sharding.lowering import lower
+from shardwright.stages.command_line import main
+from shardwright.stages.verify import run as verify_run
+from shardwright.stages.verify import worker
+from shardwright.stages.verify.compare import Gap, everywhere
+from shardwright.stages.verify.float64 import ANY, grouped_product, in_float32, in_float64, split_draws
+from shardwright.stages.verify.locate import _is_lower
+from shardwright.stages.verify.record import BEFORE, _steps_of, names_of
+from shardwright.stages.verify.truth import ModuleKind
+from shardwright.stages.verify.worker import AT, failing_line
+from shardwright.stages.verify.worker import verify as verify_on_a_rank
 from tests import plans, programs, shards, storage_plans
 from tests.flow.project import TINY
 from tests.graphs import trace
@@ -155,7 +155,7 @@ def verify(project, judged, monkeypatch, capsys):
     answers = {text: dict(answer) for text, answer in judged.items()}
 
     def ranks(module: str, job: dict[str, Any], count: int, limit: float) -> dict[str, Any]:
-        assert (module, count) == ("stages.verify.worker", RANKS)
+        assert (module, count) == ("shardwright.stages.verify.worker", RANKS)
         answer = answers[Path(job["module_path"]).read_text()]
         if "error" in answer:
             raise LaunchFailed(answer["error"])

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from stages.train import worker
-from stages.train.ranks.watchdog import SLOW, Watchdog, overdue, watch_process, with_beats
+from shardwright.stages.train import worker
+from shardwright.stages.train.ranks.watchdog import SLOW, Watchdog, overdue, watch_process, with_beats
 from tests.ranks import run_ranks
 from tests.snapshot_runs import job, write_programs
 
@@ -48,7 +48,7 @@ def test_items_that_come_one_by_one_are_progress() -> None:
 
 def test_a_hang_on_the_way_out_does_not_hide_what_went_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = threading.Event()
-    monkeypatch.setattr("stages.train.ranks.watchdog.end_process", ended.set)
+    monkeypatch.setattr("shardwright.stages.train.ranks.watchdog.end_process", ended.set)
     (tmp_path / "error-1.txt").write_text("it broke")
     watch_process(0.05, tmp_path, 1)
     assert ended.wait(600) and (tmp_path / "error-1.txt").read_text() == "it broke"

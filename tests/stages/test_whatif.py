@@ -1,4 +1,4 @@
-"""`python -m stages whatif`: every answer fits, and one more does not; by layouts, by the planner, and in words."""
+"""`shardwright whatif`: every answer fits, and one more does not; by layouts, by the planner, and in words."""
 
 from __future__ import annotations
 
@@ -12,25 +12,31 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.base.artifacts import load
-from pipeline.config import load_config, load_part
-from pipeline.ir.cluster import Group, LinkCost
-from pipeline.layouts.machine import machine_of
-from pipeline.layouts.search import search
-from pipeline.layouts.sizes import KNOWN, LayoutError
-from pipeline.layouts.step import LayoutPrices
-from pipeline.layouts.traced import Works
-from stages.__main__ import main
-from stages.commands import planner_stages
-from stages.whatif.answer import SlowerLinks, table
-from stages.whatif.planned import signature
-from stages.whatif.planner import slower
-from stages.whatif.search import FitLimit, changes, fewest, largest, least
+from shardwright.pipeline.base.artifacts import load
+from shardwright.pipeline.config import load_config, load_part
+from shardwright.pipeline.ir.cluster import Group, LinkCost
+from shardwright.pipeline.layouts.machine import machine_of
+from shardwright.pipeline.layouts.search import search
+from shardwright.pipeline.layouts.sizes import KNOWN, LayoutError
+from shardwright.pipeline.layouts.step import LayoutPrices
+from shardwright.pipeline.layouts.traced import Works
+from shardwright.stages.command_line import main
+from shardwright.stages.commands import planner_stages
+from shardwright.stages.whatif.answer import SlowerLinks, table
+from shardwright.stages.whatif.planned import signature
+from shardwright.stages.whatif.planner import slower
+from shardwright.stages.whatif.search import FitLimit, changes, fewest, largest, least
 from tests.flow.project import TINY
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {
-    "module": {"_target_": "pipeline.models.mlp.build", "features": 16, "width": 32, "classes": 4, "depth": 2},
+    "module": {
+        "_target_": "shardwright.pipeline.models.mlp.build",
+        "features": 16,
+        "width": 32,
+        "classes": 4,
+        "depth": 2,
+    },
     "batch": {"inputs": {"shape": [64, 16], "dtype": "float32"}, "targets": {"shape": [64], "dtype": "int64"}},
 }
 BUDGET = 0.0001  # GB: less than the batch of SMALL needs with all of its activations

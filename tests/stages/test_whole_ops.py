@@ -11,23 +11,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.base import artifacts
-from pipeline.base.stage import Inputs, Result
-from pipeline.config import load_config
-from pipeline.cost.whole_ops import lacks_rule, whole_ops_of
-from pipeline.ir.graph import OpGraph
-from pipeline.ir.plan import Plan
-from pipeline.ops.table import forget, register
-from stages import summary
-from stages.checkpoint import run as checkpoint
-from stages.profile.by_table import profile_graph
-from stages.report.facts import facts_of
-from stages.report.page import page_of
-from stages.report.priced import Sources
-from stages.solve import run as solve
-from stages.solve.explain.priced_run import planned
-from stages.solve.explain.text import whole_text
-from stages.solve.explain.whole import explain_whole
+from shardwright.pipeline.base import artifacts
+from shardwright.pipeline.base.stage import Inputs, Result
+from shardwright.pipeline.config import load_config
+from shardwright.pipeline.cost.whole_ops import lacks_rule, whole_ops_of
+from shardwright.pipeline.ir.graph import OpGraph
+from shardwright.pipeline.ir.plan import Plan
+from shardwright.pipeline.ops.table import forget, register
+from shardwright.stages import summary
+from shardwright.stages.checkpoint import run as checkpoint
+from shardwright.stages.profile.by_table import profile_graph
+from shardwright.stages.report.facts import facts_of
+from shardwright.stages.report.page import page_of
+from shardwright.stages.report.priced import Sources
+from shardwright.stages.solve import run as solve
+from shardwright.stages.solve.explain.priced_run import planned
+from shardwright.stages.solve.explain.text import whole_text
+from shardwright.stages.solve.explain.whole import explain_whole
 from tests.graphs import SILENT, preset, trace
 from tests.report_sources import measured_of
 

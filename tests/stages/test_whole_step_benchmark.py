@@ -4,8 +4,8 @@ import pytest
 
 from benchmarks import contest_search, parallel_search, whole_step
 from benchmarks.step_problems import Sizes, traced
-from pipeline.ir.graph import Role
-from stages.solve.search.large import descent, presolve
+from shardwright.pipeline.ir.graph import Role
+from shardwright.stages.solve.search.large import descent, presolve
 from tests.clocks import Ticks
 
 SMALL = {"width": 32, "heads": 4, "kv_heads": 2, "inner": 48, "context": 8, "batch": 8, "vocabulary": 32}

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import groupby, repeat
 
-from pipeline.cost.pipelines.schedules import DeviceOrder, Pipeline, Sending, Task
+from shardwright.pipeline.cost.pipelines.schedules import DeviceOrder, Pipeline, Sending, Task
 
 GATHERED = 3  # partitions whose parameters torch has there at once
 

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.cost.pipelines.handovers import Doing, Program, programs, reader
-from pipeline.cost.pipelines.schedules import DeviceOrder, Pipeline, ScheduleError, Sending, Task
+from shardwright.pipeline.cost.pipelines.handovers import Doing, Program, programs, reader
+from shardwright.pipeline.cost.pipelines.schedules import DeviceOrder, Pipeline, ScheduleError, Sending, Task
 
 
 @dataclass(frozen=True)

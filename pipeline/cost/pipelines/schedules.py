@@ -31,8 +31,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from pipeline.base.errors import ShardwrightError
-from pipeline.ir.cluster import Overlap
+from shardwright.pipeline.base.errors import ShardwrightError
+from shardwright.pipeline.ir.cluster import Overlap
 
 
 class ScheduleError(ShardwrightError):

@@ -25,13 +25,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipeline.base.files import write_atomic
-from pipeline.ir.graph import Arg, Ref
-from pipeline.ir.layout import B, Layout, P, R, S, State
-from pipeline.ir.plan import Strategy
-from pipeline.ops.discovery import remembered, shards
-from pipeline.ops.discovery.child import attempt
-from pipeline.ops.discovery.trial import (
+from shardwright.pipeline.base.files import write_atomic
+from shardwright.pipeline.ir.graph import Arg, Ref
+from shardwright.pipeline.ir.layout import B, Layout, P, R, S, State
+from shardwright.pipeline.ir.plan import Strategy
+from shardwright.pipeline.ops.discovery import remembered, shards
+from shardwright.pipeline.ops.discovery.child import attempt
+from shardwright.pipeline.ops.discovery.trial import (
     Trial,
     can_be_tried,
     integers,
@@ -40,7 +40,7 @@ from pipeline.ops.discovery.trial import (
     shrunk_in_order,
     small_trial,
 )
-from pipeline.ops.rule import OpView
+from shardwright.pipeline.ops.rule import OpView
 
 NAME = "discovered"
 SEARCH = 2  # of the way to search: what another one found is not read

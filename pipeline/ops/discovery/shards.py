@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pipeline.ir.layout import State
+from shardwright.pipeline.ir.layout import State
 
 FORWARD = {"R": "whole", "B": "whole", "S": "shard", "P": "summand"}
 GRADIENT = {"R": "whole", "B": "summand", "S": "shard", "P": "whole"}

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from pipeline.ir.graph import Arg, Ref, TensorType, Torch
-from pipeline.ops.public import overload_of
-from pipeline.ops.rule import OpView
+from shardwright.pipeline.ir.graph import Arg, Ref, TensorType, Torch
+from shardwright.pipeline.ops.public import overload_of
+from shardwright.pipeline.ops.rule import OpView
 
 STEP = 6  # sizes are multiples of it, so that they divide by 2 and by 3
 LARGEST = 1 << 20  # elements of an op that is tried in its own size

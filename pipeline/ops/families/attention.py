@@ -6,8 +6,8 @@ of queries and keys, v head dim of values.
 
 from __future__ import annotations
 
-from pipeline.ops.rule import OpRule, OpView, apart, call
-from pipeline.ops.shapes import aligned
+from shardwright.pipeline.ops.rule import OpRule, OpView, apart, call
+from shardwright.pipeline.ops.shapes import aligned
 
 
 def _attention(view: OpView) -> str:

@@ -7,8 +7,8 @@ positive, which a summand need not be.
 
 from __future__ import annotations
 
-from pipeline.ops.rule import OpRule, OpView, call, method
-from pipeline.ops.shapes import along, along_last, broadcast, letters, permuted
+from shardwright.pipeline.ops.rule import OpRule, OpView, call, method
+from shardwright.pipeline.ops.shapes import along, along_last, broadcast, letters, permuted
 
 
 def _as_complex(view: OpView) -> str:

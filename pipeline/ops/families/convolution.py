@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pipeline.ir.graph import Arg
-from pipeline.ops.rule import OpRule, OpView, Rendered, call
-from pipeline.ops.shapes import nothing_split
+from shardwright.pipeline.ir.graph import Arg
+from shardwright.pipeline.ops.rule import OpRule, OpView, Rendered, call
+from shardwright.pipeline.ops.shapes import nothing_split
 
 GENERAL = "aten.convolution.default"
 

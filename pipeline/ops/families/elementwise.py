@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from pipeline.ops.public import public_call
-from pipeline.ops.rule import OpRule, OpView, Rendered, apart, call, drawn, infix, method
-from pipeline.ops.shapes import broadcast, letters, nothing_split
+from shardwright.pipeline.ops.public import public_call
+from shardwright.pipeline.ops.rule import OpRule, OpView, Rendered, apart, call, drawn, infix, method
+from shardwright.pipeline.ops.shapes import broadcast, letters, nothing_split
 
 
 def _curve(name: str, function: str, *, by_output: bool = False) -> OpRule:

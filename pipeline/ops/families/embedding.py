@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pipeline.ops.own_names import EMBEDDING_BAG, MODES
-from pipeline.ops.rule import Linear, OpRule, OpView, Rendered, Sent
+from shardwright.pipeline.ops.own_names import EMBEDDING_BAG, MODES
+from shardwright.pipeline.ops.rule import Linear, OpRule, OpView, Rendered, Sent
 
 
 def _embedding(view: OpView) -> str:

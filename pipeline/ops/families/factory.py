@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from pipeline.ops.own_names import CONSTANT
-from pipeline.ops.rule import OpRule, OpView, Rendered, apart, call, drawn, method
-from pipeline.ops.shapes import broadcast, letters
+from shardwright.pipeline.ops.own_names import CONSTANT
+from shardwright.pipeline.ops.rule import OpRule, OpView, Rendered, apart, call, drawn, method
+from shardwright.pipeline.ops.shapes import broadcast, letters
 
 
 def _whole(view: OpView) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import zip_longest
 
-from pipeline.ir.graph import Ref
-from pipeline.ops.rule import Linear, OpRule, OpView, Rendered, call
-from pipeline.ops.shapes import aligned, dim_of, letters, nothing_split
+from shardwright.pipeline.ir.graph import Ref
+from shardwright.pipeline.ops.rule import Linear, OpRule, OpView, Rendered, call
+from shardwright.pipeline.ops.shapes import aligned, dim_of, letters, nothing_split
 
 
 def _index(view: OpView) -> str:

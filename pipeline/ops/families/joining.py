@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pipeline.ops.rule import Linear, OpRule, OpView, Rendered, call, method
-from pipeline.ops.shapes import along, along_last, dim_of, kept, letters, nothing_split, without
+from shardwright.pipeline.ops.rule import Linear, OpRule, OpView, Rendered, call, method
+from shardwright.pipeline.ops.shapes import along, along_last, dim_of, kept, letters, nothing_split, without
 
 
 def _together(view: OpView) -> Linear:

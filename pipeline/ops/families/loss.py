@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pipeline.ops.rule import OpRule, OpView, Rendered
-from pipeline.ops.shapes import nothing_split
+from shardwright.pipeline.ops.rule import OpRule, OpView, Rendered
+from shardwright.pipeline.ops.shapes import nothing_split
 
 NONE, MEAN, SUM = 0, 1, 2
 _REDUCTION = {"0": '"none"', "1": '"mean"', "2": '"sum"'}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import prod
 
-from pipeline.ops.rule import Dims, Flops, OpRule, OpView, Rendered, call
-from pipeline.ops.shapes import aligned, nothing_split
+from shardwright.pipeline.ops.rule import Dims, Flops, OpRule, OpView, Rendered, call
+from shardwright.pipeline.ops.shapes import aligned, nothing_split
 
 
 def _product(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from math import prod
 
-from pipeline.ir.graph import Op
-from pipeline.ops.rule import GATHER_FEW, SUM_FEW, OpRule, OpView, Rendered, Sent, call
-from pipeline.ops.shapes import along
+from shardwright.pipeline.ir.graph import Op
+from shardwright.pipeline.ops.rule import GATHER_FEW, SUM_FEW, OpRule, OpView, Rendered, Sent, call
+from shardwright.pipeline.ops.shapes import along
 
 
 def _layer_norm(view: OpView) -> str:

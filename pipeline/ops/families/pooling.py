@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pipeline.ops.rule import OpRule, Rendered, call
-from pipeline.ops.shapes import along_last
+from shardwright.pipeline.ops.rule import OpRule, Rendered, call
+from shardwright.pipeline.ops.shapes import along_last
 
 
 def _resized(name: str, count: int, mode: str, *, corners: bool = True, antialias: bool = False) -> OpRule:

@@ -6,8 +6,8 @@ Dropout between the layers is drawn apart where the batch is split.
 
 from __future__ import annotations
 
-from pipeline.ops.rule import OpRule, OpView, apart, call
-from pipeline.ops.shapes import nothing_split
+from shardwright.pipeline.ops.rule import OpRule, OpView, apart, call
+from shardwright.pipeline.ops.shapes import nothing_split
 
 _ALL = tuple(range(1024))  # inputs beyond those an op has are not looked at
 # Numbers that a layer keeps for backward of each hidden feature at each step: gates and states.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pipeline.ir.graph import Arg
-from pipeline.ops.rule import OpRule, OpView, Rendered, call
-from pipeline.ops.shapes import along, letters, nothing_split
+from shardwright.pipeline.ir.graph import Arg
+from shardwright.pipeline.ops.rule import OpRule, OpView, Rendered, call
+from shardwright.pipeline.ops.shapes import along, letters, nothing_split
 
 
 def _dims(view: OpView, position: int | None) -> set[int]:

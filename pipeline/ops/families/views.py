@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pipeline.ops.rule import OpRule, OpView, Rendered, method, reshaped
-from pipeline.ops.shapes import along, dim_of, letters, permuted, reshape
+from shardwright.pipeline.ops.rule import OpRule, OpView, Rendered, method, reshaped
+from shardwright.pipeline.ops.shapes import along, dim_of, letters, permuted, reshape
 
 
 def _transpose(view: OpView) -> str:

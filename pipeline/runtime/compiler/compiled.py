@@ -12,8 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
-from pipeline.runtime.compiler import host_calls
-from pipeline.runtime.context import setting, step
+from shardwright.pipeline.runtime.compiler import host_calls
+from shardwright.pipeline.runtime.context import setting, step
 
 STATEFUL = {"batch_norm"}  # does something else on the second run of a region, which it is told: compiling sees none
 
@@ -69,7 +69,9 @@ class _Block:
     """A function of a program, which is compiled in several ways."""
 
     def __init__(self, function: FunctionType, keeps: float, calls: str, cheapest: bool, after_relu: str) -> None:
-        from pipeline.runtime.compiler.partitioner import graph_compiler  # slow to import, and few programs need it
+        from shardwright.pipeline.runtime.compiler.partitioner import (
+            graph_compiler,  # slow to import, and few programs need it
+        )
 
         self.function, self.calls, self.after_relu = function, calls, after_relu
         self.name = f"{function.__name__}_keeps_{round(100 * keeps)}" + "_cheapest" * cheapest
@@ -77,7 +79,7 @@ class _Block:
         # Collectives and what else knows of ranks run as they are, between the compiled parts of the function.
         known = function.__globals__
         origins = {name: str(getattr(known.get(name), "__module__", "")) for name in function.__code__.co_names}
-        of_runtime = {name for name, origin in origins.items() if origin.startswith("pipeline.runtime.")}
+        of_runtime = {name for name, origin in origins.items() if origin.startswith("shardwright.pipeline.runtime.")}
         self.stateful = of_runtime & STATEFUL  # torch.ops.aten.batch_norm is not
         self.outside = known | {name: torch.compiler.disable(known[name]) for name in of_runtime - STATEFUL}
 

@@ -15,8 +15,8 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import flop_registry
 
-from pipeline.runtime.compiler import graph_passes, host_calls
-from pipeline.runtime.compiler.graph_passes import decompositions, pad_once, sum_up, write_once
+from shardwright.pipeline.runtime.compiler import graph_passes, host_calls
+from shardwright.pipeline.runtime.compiler.graph_passes import decompositions, pad_once, sum_up, write_once
 
 FLOPS_PER_BYTE = 150  # that a GPU computes while it moves one: 990 TFLOP/s and 4.8 TB/s, neither of them reached
 SMALL = 32  # times fewer bytes

@@ -28,9 +28,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from pipeline.ops.products import PRODUCTS, SEEN_OTHERWISE, Product, is_split
-from pipeline.runtime.context import setting, step
-from pipeline.runtime.programs.autocast import as_autocast
+from shardwright.pipeline.ops.products import PRODUCTS, SEEN_OTHERWISE, Product, is_split
+from shardwright.pipeline.runtime.context import setting, step
+from shardwright.pipeline.runtime.programs.autocast import as_autocast
 
 _SEEN_OTHERWISE = {f"{node}Backward0" for nodes in SEEN_OTHERWISE.values() for node in nodes}
 

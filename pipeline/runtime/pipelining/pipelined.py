@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from pipeline.ir.layout import Layout, replicated
-from pipeline.ir.names import look_up
-from pipeline.runtime.pipelining.deferred_weight_grads import split_products
-from pipeline.runtime.pipelining.stage import (
+from shardwright.pipeline.ir.layout import Layout, replicated
+from shardwright.pipeline.ir.names import look_up
+from shardwright.pipeline.runtime.pipelining.deferred_weight_grads import split_products
+from shardwright.pipeline.runtime.pipelining.stage import (
     Around,
     Batch,
     Cut,
@@ -24,9 +24,17 @@ from pipeline.runtime.pipelining.stage import (
     row_of,
     schedule_of,
 )
-from pipeline.runtime.pipelining.transfer import ACROSS, Arriving, Shape, Submesh, Transfer, meeting_device, run
-from pipeline.runtime.programs.mesh import set_meshes
-from pipeline.runtime.step.slices import Slices
+from shardwright.pipeline.runtime.pipelining.transfer import (
+    ACROSS,
+    Arriving,
+    Shape,
+    Submesh,
+    Transfer,
+    meeting_device,
+    run,
+)
+from shardwright.pipeline.runtime.programs.mesh import set_meshes
+from shardwright.pipeline.runtime.step.slices import Slices
 
 Way = tuple[str, int, int]  # parameter, the partition that sends, the one that takes
 ValueAt = Callable[[str, int], Tensor]  # a parameter, or what belongs to it, at a partition of this rank

@@ -25,15 +25,15 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _ComputationType
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from pipeline.ir.layout import Layout
-from pipeline.ir.names import look_up
-from pipeline.runtime.context import setting, step
-from pipeline.runtime.pipelining.deferred_weight_grads import DeferredGradients
-from pipeline.runtime.pipelining.transfer import Arriving, Submesh, Transfer, meeting_device, run
-from pipeline.runtime.step.buckets import Row
-from pipeline.runtime.step.gradients import Gradients
-from pipeline.runtime.step.passes import StepCopies, copies_of
-from pipeline.runtime.step.slices import Slices
+from shardwright.pipeline.ir.layout import Layout
+from shardwright.pipeline.ir.names import look_up
+from shardwright.pipeline.runtime.context import setting, step
+from shardwright.pipeline.runtime.pipelining.deferred_weight_grads import DeferredGradients
+from shardwright.pipeline.runtime.pipelining.transfer import Arriving, Submesh, Transfer, meeting_device, run
+from shardwright.pipeline.runtime.step.buckets import Row
+from shardwright.pipeline.runtime.step.gradients import Gradients
+from shardwright.pipeline.runtime.step.passes import StepCopies, copies_of
+from shardwright.pipeline.runtime.step.slices import Slices
 
 Batch = Mapping[str, Tensor]
 Around = Callable[[], AbstractContextManager[Any]]

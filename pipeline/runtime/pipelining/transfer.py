@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.ir.layout import B, Layout, P, R, Run, of_gradient
-from pipeline.runtime.programs.collectives import in_memory
+from shardwright.pipeline.ir.layout import B, Layout, P, R, Run, of_gradient
+from shardwright.pipeline.runtime.programs.collectives import in_memory
 
 ACROSS = "shardwright across partitions"  # as the profiler sees collectives of all partitions, in which ranks wait
 

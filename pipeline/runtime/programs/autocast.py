@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from pipeline.ops.autocast import LOW
+from shardwright.pipeline.ops.autocast import LOW
 
 
 def as_autocast(name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:

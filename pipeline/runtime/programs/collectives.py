@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import record_function
 
-from pipeline.ir.program import GATHERED_ALONE
-from pipeline.ops.rule import FEW_RANKS
-from pipeline.runtime.context import step
-from pipeline.runtime.pipelining.deferred_weight_grads import at_border
-from pipeline.runtime.programs.mesh import MeshAxis, axis_of, combining
+from shardwright.pipeline.ir.program import GATHERED_ALONE
+from shardwright.pipeline.ops.rule import FEW_RANKS
+from shardwright.pipeline.runtime.context import step
+from shardwright.pipeline.runtime.pipelining.deferred_weight_grads import at_border
+from shardwright.pipeline.runtime.programs.mesh import MeshAxis, axis_of, combining
 
 Move = tuple[Any, ...]  # a function of one rank's tensor and an axis, and its further arguments
 Split = tuple[int, int, int | None]  # the dim on which a tensor is split, its parts, and its size where it is uneven

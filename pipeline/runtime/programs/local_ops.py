@@ -10,9 +10,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.runtime.context import step
-from pipeline.runtime.programs.collectives import all_reduce, own_part, shards_of_all, summing_few
-from pipeline.runtime.programs.mesh import combine, combining, position
+from shardwright.pipeline.runtime.context import step
+from shardwright.pipeline.runtime.programs.collectives import all_reduce, own_part, shards_of_all, summing_few
+from shardwright.pipeline.runtime.programs.mesh import combine, combining, position
 
 # ------------------------------------------------------------------------------------------------------------- losses
 # Over a split batch each rank returns its summand of the loss of the whole batch. Over split classes (Megatron's

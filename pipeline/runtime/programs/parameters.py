@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from pipeline.ir.layout import Layout, Run
-from pipeline.runtime.programs.collectives import gather, local_shard, padded
-from pipeline.runtime.programs.mesh import axis_of
+from shardwright.pipeline.ir.layout import Layout, Run
+from shardwright.pipeline.runtime.programs.collectives import gather, local_shard, padded
+from shardwright.pipeline.runtime.programs.mesh import axis_of
 
 
 def shard_of(tensor: Tensor, layout: Layout, axes: Iterable[str]) -> Tensor:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pipeline.runtime.programs.mesh import position
+from shardwright.pipeline.runtime.programs.mesh import position
 
 _SEEDS = 2**62
 _SPREAD = 0x9E3779B97F4A7C15  # so that the seeds of neighbours have nothing in common

@@ -22,7 +22,7 @@ from itertools import count
 from pathlib import Path
 from types import ModuleType
 
-from pipeline.runtime.context import setting, step
+from shardwright.pipeline.runtime.context import setting, step
 
 _NUMBERS = count()
 # The place and the name of the argument that says whether the model is in training.

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from pipeline.runtime.context import setting, step
+from shardwright.pipeline.runtime.context import setting, step
 
 States = tuple[Tensor, int | None]  # of the host's generator, and the offset of the GPU's where there is one
 

@@ -26,10 +26,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.runtime.context import setting, step
-from pipeline.runtime.pipelining.deferred_weight_grads import at_border
-from pipeline.runtime.programs.collectives import Joining, Split, mask, mask_both, own_copy, sum_and_split_several
-from pipeline.runtime.programs.mesh import MeshAxis, axis_of
+from shardwright.pipeline.runtime.context import setting, step
+from shardwright.pipeline.runtime.pipelining.deferred_weight_grads import at_border
+from shardwright.pipeline.runtime.programs.collectives import (
+    Joining,
+    Split,
+    mask,
+    mask_both,
+    own_copy,
+    sum_and_split_several,
+)
+from shardwright.pipeline.runtime.programs.mesh import MeshAxis, axis_of
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]  # on what autograd keeps
 ON_FIRST = (mask, mask_both)  # give the first rank what they are given, and others zeros

@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from pipeline.runtime.context import setting, step
-from pipeline.runtime.programs.autocast import as_autocast
-from pipeline.runtime.recompute.random_draws import Drawn
-from pipeline.runtime.recompute.regather import Hooks, StridedView, hooks_around, keep_shards, memory_of
+from shardwright.pipeline.runtime.context import setting, step
+from shardwright.pipeline.runtime.programs.autocast import as_autocast
+from shardwright.pipeline.runtime.recompute.random_draws import Drawn
+from shardwright.pipeline.runtime.recompute.regather import Hooks, StridedView, hooks_around, keep_shards, memory_of
 
 Result = TypeVar("Result")  # a tensor, or several
 

@@ -14,11 +14,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.ir.buckets import bucket_members
-from pipeline.ir.layout import Layout, Place
-from pipeline.runtime.context import PiggybackSlot
-from pipeline.runtime.programs.collectives import all_gather_into, local_shard, own_part, room, sum_own
-from pipeline.runtime.programs.mesh import MeshAxis, axis_of, joined
+from shardwright.pipeline.ir.buckets import bucket_members
+from shardwright.pipeline.ir.layout import Layout, Place
+from shardwright.pipeline.runtime.context import PiggybackSlot
+from shardwright.pipeline.runtime.programs.collectives import all_gather_into, local_shard, own_part, room, sum_own
+from shardwright.pipeline.runtime.programs.mesh import MeshAxis, axis_of, joined
 
 Row = tuple[str, str, str]  # of a program's PARAMETERS: layout, axes over which the gradient is summed, state's layout
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.runtime.recompute.random_draws import StepDraws
+from shardwright.pipeline.runtime.recompute.random_draws import StepDraws
 
 Batch = Mapping[str, Tensor]
 

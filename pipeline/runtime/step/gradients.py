@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.ir.layout import Layout, R
-from pipeline.runtime.context import step
-from pipeline.runtime.programs.collectives import Joining, Split, as_real, in_memory
-from pipeline.runtime.programs.mesh import MeshAxis, axis_of
-from pipeline.runtime.step.buckets import Row, ShardBucket, SumBucket, buckets_of, members_of
+from shardwright.pipeline.ir.layout import Layout, R
+from shardwright.pipeline.runtime.context import step
+from shardwright.pipeline.runtime.programs.collectives import Joining, Split, as_real, in_memory
+from shardwright.pipeline.runtime.programs.mesh import MeshAxis, axis_of
+from shardwright.pipeline.runtime.step.buckets import Row, ShardBucket, SumBucket, buckets_of, members_of
 
 SPARE = 1e-6  # added to the norm before it divides, as torch.nn.utils.clip_grad_norm_ does
 

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pipeline.runtime.step.tape import EMPTY, OVERWRITE, MemoryView, Tape, TapeEntry, TapeMemory
+from shardwright.pipeline.runtime.step.tape import EMPTY, OVERWRITE, MemoryView, Tape, TapeEntry, TapeMemory
 
 ROOM = 1.5  # memory that was used before the current op, in sizes of the largest: what trunc_normal_ goes back to
 SMALL = 1 << 16  # bytes that are not worth giving back

@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
-from pipeline.runtime.pipelining.deferred_weight_grads import leaves_of, undo
-from pipeline.runtime.step.gradients import Gradients
+from shardwright.pipeline.runtime.pipelining.deferred_weight_grads import leaves_of, undo
+from shardwright.pipeline.runtime.step.gradients import Gradients
 
 
 def run_passes(

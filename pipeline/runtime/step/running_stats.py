@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.runtime.context import setting, step
+from shardwright.pipeline.runtime.context import setting, step
 
 COUNTER = "num_batches_tracked"  # of a torch.nn.BatchNorm: a program adds one for each micro-batch
 

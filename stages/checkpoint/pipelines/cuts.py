@@ -24,8 +24,8 @@ from itertools import count
 
 import numpy as np
 
-from pipeline.cost.pipelines.schedules import StepWeights
-from stages.checkpoint.pipelines.cuts_kernels import Bounds, Costs, ahead, sweep, trace
+from shardwright.pipeline.cost.pipelines.schedules import StepWeights
+from shardwright.stages.checkpoint.pipelines.cuts_kernels import Bounds, Costs, ahead, sweep, trace
 
 ROUNDING = 1e-12
 NEARLY = 0.02  # worse by estimate than the best may be better as simulated: such are kept if met

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stages.checkpoint.recompute.chain import Chain
-from stages.checkpoint.recompute.in_flight import run_partition
-from stages.checkpoint.recompute.kernels import Floats, Ints, Kinds, passing
-from stages.checkpoint.recompute.schedule import Keep, Nesting
+from shardwright.stages.checkpoint.recompute.chain import Chain
+from shardwright.stages.checkpoint.recompute.in_flight import run_partition
+from shardwright.stages.checkpoint.recompute.kernels import Floats, Ints, Kinds, passing
+from shardwright.stages.checkpoint.recompute.schedule import Keep, Nesting
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from pipeline.cost.pipelines.play import simulate
-from pipeline.cost.pipelines.schedules import Pipeline
-from pipeline.cost.traffic import Ran, RunKind, lines_of
-from stages.checkpoint.pipelines.refine import PartitionPlan, PipelinePlan
-from stages.checkpoint.pipelines.submesh_costs import SubmeshCosts
+from shardwright.pipeline.cost.pipelines.play import simulate
+from shardwright.pipeline.cost.pipelines.schedules import Pipeline
+from shardwright.pipeline.cost.traffic import Ran, RunKind, lines_of
+from shardwright.stages.checkpoint.pipelines.refine import PartitionPlan, PipelinePlan
+from shardwright.stages.checkpoint.pipelines.submesh_costs import SubmeshCosts
 
 
 @dataclass(frozen=True)

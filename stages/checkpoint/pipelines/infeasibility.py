@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from stages.checkpoint.pipelines.cuts import Cuts, search
-from stages.checkpoint.pipelines.refine import plan_of
-from stages.checkpoint.pipelines.search_inputs import PartitionError, PipelineFloor, SearchInputs
-from stages.checkpoint.pipelines.search_space import SearchTask, tasks
-from stages.checkpoint.pipelines.submesh_plans import Recompute
-from stages.checkpoint.recompute.in_flight import keep_all, worst_step
+from shardwright.stages.checkpoint.pipelines.cuts import Cuts, search
+from shardwright.stages.checkpoint.pipelines.refine import plan_of
+from shardwright.stages.checkpoint.pipelines.search_inputs import PartitionError, PipelineFloor, SearchInputs
+from shardwright.stages.checkpoint.pipelines.search_space import SearchTask, tasks
+from shardwright.stages.checkpoint.pipelines.submesh_plans import Recompute
+from shardwright.stages.checkpoint.recompute.in_flight import keep_all, worst_step
 
 
 def nothing(given: SearchInputs, searched: bool, refused: list[str]) -> PartitionError:

@@ -25,12 +25,12 @@ from __future__ import annotations
 import math
 from itertools import groupby
 
-from pipeline.cost.pipelines.schedules import StepWeights
-from stages.checkpoint.pipelines.cuts import NEARLY, Cuts, search
-from stages.checkpoint.pipelines.infeasibility import nothing
-from stages.checkpoint.pipelines.refine import PipelinePlan, plan_of
-from stages.checkpoint.pipelines.search_inputs import Division, Effort, Reshard, SearchInputs, UserChoices
-from stages.checkpoint.pipelines.search_space import SearchTask, tasks
+from shardwright.pipeline.cost.pipelines.schedules import StepWeights
+from shardwright.stages.checkpoint.pipelines.cuts import NEARLY, Cuts, search
+from shardwright.stages.checkpoint.pipelines.infeasibility import nothing
+from shardwright.stages.checkpoint.pipelines.refine import PipelinePlan, plan_of
+from shardwright.stages.checkpoint.pipelines.search_inputs import Division, Effort, Reshard, SearchInputs, UserChoices
+from shardwright.stages.checkpoint.pipelines.search_space import SearchTask, tasks
 
 ROUGH_GAP = 0.02  # of the first search
 FAR = 1.1  # times the best rough estimate: not looked at more closely

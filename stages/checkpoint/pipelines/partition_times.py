@@ -23,7 +23,7 @@ from functools import cached_property
 
 import numpy as np
 
-from stages.checkpoint.pipelines.fixed_schedules import (
+from shardwright.stages.checkpoint.pipelines.fixed_schedules import (
     FixedSchedule,
     dropped_schedule,
     kept_schedule,
@@ -31,11 +31,11 @@ from stages.checkpoint.pipelines.fixed_schedules import (
     marked_schedule,
     marks_of,
 )
-from stages.checkpoint.pipelines.submesh_plans import Recompute, Sent, SubmeshPlan, Terms
-from stages.checkpoint.recompute.in_flight import PartitionRun, drop_all, keep_all, run_partition
-from stages.checkpoint.recompute.in_flight_dp import HoldTable, cut_chain
-from stages.checkpoint.recompute.kernels import Floats, Ints, Kinds, Shorts, contents_of, kinds_of
-from stages.checkpoint.recompute.schedule import Keep, Nesting
+from shardwright.stages.checkpoint.pipelines.submesh_plans import Recompute, Sent, SubmeshPlan, Terms
+from shardwright.stages.checkpoint.recompute.in_flight import PartitionRun, drop_all, keep_all, run_partition
+from shardwright.stages.checkpoint.recompute.in_flight_dp import HoldTable, cut_chain
+from shardwright.stages.checkpoint.recompute.kernels import Floats, Ints, Kinds, Shorts, contents_of, kinds_of
+from shardwright.stages.checkpoint.recompute.schedule import Keep, Nesting
 
 FINE_SLOTS = 1000  # for a partition that has been chosen
 

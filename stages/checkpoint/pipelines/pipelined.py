@@ -12,26 +12,26 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from pipeline.base.errors import SolveError
-from pipeline.config import Checkpoint, Pipeline, Recompute
-from pipeline.config.schema import SOLVE
-from pipeline.cost.groups import Join, groups_of
-from pipeline.cost.pipelines import schedules
-from pipeline.cost.step import Workload
-from pipeline.ir.cluster import Cluster, Mesh, Split
-from pipeline.ir.graph import OpGraph
-from pipeline.ir.plan import Frontier, Prediction
-from pipeline.ir.profile import Profile
-from pipeline.sharding.slices import fits, sliced, slices_of
-from stages.checkpoint.pipelines import submesh_plans
-from stages.checkpoint.pipelines.hidden import Hidden, overlapped
-from stages.checkpoint.pipelines.partition import partition
-from stages.checkpoint.pipelines.refine import PartitionPlan, PipelinePlan
-from stages.checkpoint.pipelines.reshard import Resharding
-from stages.checkpoint.pipelines.search_inputs import Division, Effort, PartitionError, UserChoices
-from stages.checkpoint.pipelines.submesh_costs import SubmeshCosts, fill
-from stages.checkpoint.recompute.chain import Slots
-from stages.checkpoint.user_choices import boundary_places, join_in_partitions, spans_of
+from shardwright.pipeline.base.errors import SolveError
+from shardwright.pipeline.config import Checkpoint, Pipeline, Recompute
+from shardwright.pipeline.config.schema import SOLVE
+from shardwright.pipeline.cost.groups import Join, groups_of
+from shardwright.pipeline.cost.pipelines import schedules
+from shardwright.pipeline.cost.step import Workload
+from shardwright.pipeline.ir.cluster import Cluster, Mesh, Split
+from shardwright.pipeline.ir.graph import OpGraph
+from shardwright.pipeline.ir.plan import Frontier, Prediction
+from shardwright.pipeline.ir.profile import Profile
+from shardwright.pipeline.sharding.slices import fits, sliced, slices_of
+from shardwright.stages.checkpoint.pipelines import submesh_plans
+from shardwright.stages.checkpoint.pipelines.hidden import Hidden, overlapped
+from shardwright.stages.checkpoint.pipelines.partition import partition
+from shardwright.stages.checkpoint.pipelines.refine import PartitionPlan, PipelinePlan
+from shardwright.stages.checkpoint.pipelines.reshard import Resharding
+from shardwright.stages.checkpoint.pipelines.search_inputs import Division, Effort, PartitionError, UserChoices
+from shardwright.stages.checkpoint.pipelines.submesh_costs import SubmeshCosts, fill
+from shardwright.stages.checkpoint.recompute.chain import Slots
+from shardwright.stages.checkpoint.user_choices import boundary_places, join_in_partitions, spans_of
 
 MOST_PER_DEVICE = 8  # micro-batches for each device that are looked at: more shorten the bubble by little
 

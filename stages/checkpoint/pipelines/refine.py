@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from pipeline.cost.pipelines.play import Load, PlayedSchedule, simulate
-from pipeline.cost.pipelines.schedules import DeviceOrder, Pipeline, Sending, orders
-from stages.checkpoint.pipelines.cuts import Cuts
-from stages.checkpoint.pipelines.partition_times import PartitionTimes
-from stages.checkpoint.pipelines.search_space import SearchTask
-from stages.checkpoint.pipelines.submesh_plans import SubmeshPlan
-from stages.checkpoint.recompute.in_flight import Moment, PartitionRun, fullest
-from stages.checkpoint.recompute.schedule import Keep, Nesting
+from shardwright.pipeline.cost.pipelines.play import Load, PlayedSchedule, simulate
+from shardwright.pipeline.cost.pipelines.schedules import DeviceOrder, Pipeline, Sending, orders
+from shardwright.stages.checkpoint.pipelines.cuts import Cuts
+from shardwright.stages.checkpoint.pipelines.partition_times import PartitionTimes
+from shardwright.stages.checkpoint.pipelines.search_space import SearchTask
+from shardwright.stages.checkpoint.pipelines.submesh_plans import SubmeshPlan
+from shardwright.stages.checkpoint.recompute.in_flight import Moment, PartitionRun, fullest
+from shardwright.stages.checkpoint.recompute.schedule import Keep, Nesting
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from math import prod
 
-from pipeline.ir.cluster import Axis, Cluster
-from pipeline.ir.graph import OpGraph, Value
-from pipeline.ir.layout import Layout, R, S
-from pipeline.sharding.paths import Paths
-from stages.checkpoint.pipelines.submesh_costs import SubmeshCosts
-from stages.checkpoint.pipelines.submesh_plans import SubmeshPlan
+from shardwright.pipeline.ir.cluster import Axis, Cluster
+from shardwright.pipeline.ir.graph import OpGraph, Value
+from shardwright.pipeline.ir.layout import Layout, R, S
+from shardwright.pipeline.sharding.paths import Paths
+from shardwright.stages.checkpoint.pipelines.submesh_costs import SubmeshCosts
+from shardwright.stages.checkpoint.pipelines.submesh_plans import SubmeshPlan
 
 
 class Resharding:

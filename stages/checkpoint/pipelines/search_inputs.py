@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from pipeline.base.errors import SolveError
-from pipeline.cost.pipelines.schedules import Pipeline
-from pipeline.ir.cluster import Overlap
-from stages.checkpoint.pipelines.submesh_plans import Recompute, SubmeshPlan
-from stages.checkpoint.recompute.chain import SLOTS, Slots
-from stages.checkpoint.recompute.schedule import ScheduledOp
+from shardwright.pipeline.base.errors import SolveError
+from shardwright.pipeline.cost.pipelines.schedules import Pipeline
+from shardwright.pipeline.ir.cluster import Overlap
+from shardwright.stages.checkpoint.pipelines.submesh_plans import Recompute, SubmeshPlan
+from shardwright.stages.checkpoint.recompute.chain import SLOTS, Slots
+from shardwright.stages.checkpoint.recompute.schedule import ScheduledOp
 
 Reshard = Callable[
     [int, SubmeshPlan, SubmeshPlan], float

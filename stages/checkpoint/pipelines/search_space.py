@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.cost.pipelines.schedules import (
+from shardwright.pipeline.cost.pipelines.schedules import (
     Pipeline,
     Sending,
     StepWeights,
@@ -21,11 +21,17 @@ from pipeline.cost.pipelines.schedules import (
     sending_of,
     weights_of,
 )
-from stages.checkpoint.pipelines.cuts import Field
-from stages.checkpoint.pipelines.cuts_kernels import Costs
-from stages.checkpoint.pipelines.partition_times import PartitionTimes
-from stages.checkpoint.pipelines.search_inputs import Division, PartitionError, Reshard, SearchInputs, UserChoices
-from stages.checkpoint.pipelines.submesh_plans import Sent, SubmeshPlan, Terms
+from shardwright.stages.checkpoint.pipelines.cuts import Field
+from shardwright.stages.checkpoint.pipelines.cuts_kernels import Costs
+from shardwright.stages.checkpoint.pipelines.partition_times import PartitionTimes
+from shardwright.stages.checkpoint.pipelines.search_inputs import (
+    Division,
+    PartitionError,
+    Reshard,
+    SearchInputs,
+    UserChoices,
+)
+from shardwright.stages.checkpoint.pipelines.submesh_plans import Sent, SubmeshPlan, Terms
 
 Floats = NDArray[np.float64]
 

@@ -20,13 +20,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from pipeline.cost.groups import Join
-from pipeline.cost.step import Priced
-from pipeline.ir.graph import Op, OpGraph, Role
-from pipeline.ir.program import Call, Convert, Step
-from pipeline.ops.products import is_put_off, weights
-from stages.checkpoint.pipelines.submesh_plans import SubmeshPlan
-from stages.checkpoint.recompute.linearize import Linear, linearize_partitions
+from shardwright.pipeline.cost.groups import Join
+from shardwright.pipeline.cost.step import Priced
+from shardwright.pipeline.ir.graph import Op, OpGraph, Role
+from shardwright.pipeline.ir.program import Call, Convert, Step
+from shardwright.pipeline.ops.products import is_put_off, weights
+from shardwright.stages.checkpoint.pipelines.submesh_plans import SubmeshPlan
+from shardwright.stages.checkpoint.recompute.linearize import Linear, linearize_partitions
 
 FEW = 2  # links that each get what they share
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from stages.checkpoint.recompute.chain import SLOTS, Chain, ChainError, Slots
+from shardwright.stages.checkpoint.recompute.chain import SLOTS, Chain, ChainError, Slots
 
 
 class Recompute(Enum):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from pipeline.base.errors import ShardwrightError
+from shardwright.pipeline.base.errors import ShardwrightError
 
 
 class ChainError(ShardwrightError):

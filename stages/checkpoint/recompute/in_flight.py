@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from stages.checkpoint.recompute.chain import Chain
-from stages.checkpoint.recompute.schedule import Keep, Nesting, flatten, forwards
-from stages.checkpoint.recompute.simulate import ExecutedOp, MemoryState, check_end, run, start
+from shardwright.stages.checkpoint.recompute.chain import Chain
+from shardwright.stages.checkpoint.recompute.schedule import Keep, Nesting, flatten, forwards
+from shardwright.stages.checkpoint.recompute.simulate import ExecutedOp, MemoryState, check_end, run, start
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,10 @@ from typing import Any
 
 import numpy as np
 
-from stages.checkpoint.recompute import rotor
-from stages.checkpoint.recompute.chain import Chain, discretise
-from stages.checkpoint.recompute.kernels import WIDTH, Floats, Ints, Kinds, least_over_holds
-from stages.checkpoint.recompute.schedule import Nesting
+from shardwright.stages.checkpoint.recompute import rotor
+from shardwright.stages.checkpoint.recompute.chain import Chain, discretise
+from shardwright.stages.checkpoint.recompute.kernels import WIDTH, Floats, Ints, Kinds, least_over_holds
+from shardwright.stages.checkpoint.recompute.schedule import Nesting
 
 
 class HoldTable:

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.base.kernel_cache import kernel
-from stages.checkpoint.recompute.chain import Chain, ChainError, Option
+from shardwright.pipeline.base.kernel_cache import kernel
+from shardwright.stages.checkpoint.recompute.chain import Chain, ChainError, Option
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

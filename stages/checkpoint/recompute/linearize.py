@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from pipeline.cost.chain_memory import chain_memory, growing, loss_temporaries, saved_bytes
-from pipeline.cost.groups import Join
-from pipeline.cost.links import LinkCosts, LinkWay, link_costs
-from pipeline.cost.step import Priced
-from pipeline.ir import plan
-from stages.checkpoint.recompute.chain import Chain, Option
-from stages.checkpoint.recompute.schedule import Nesting
+from shardwright.pipeline.cost.chain_memory import chain_memory, growing, loss_temporaries, saved_bytes
+from shardwright.pipeline.cost.groups import Join
+from shardwright.pipeline.cost.links import LinkCosts, LinkWay, link_costs
+from shardwright.pipeline.cost.step import Priced
+from shardwright.pipeline.ir import plan
+from shardwright.stages.checkpoint.recompute.chain import Chain, Option
+from shardwright.stages.checkpoint.recompute.schedule import Nesting
 
 
 @dataclass(frozen=True)

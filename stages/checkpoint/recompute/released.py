@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pipeline.ir.graph import OpGraph
-from pipeline.ir.profile import Profile
+from shardwright.pipeline.ir.graph import OpGraph
+from shardwright.pipeline.ir.profile import Profile
 
 LARGE = 0.03  # of all that its link writes: what is smaller is not worth a line
 

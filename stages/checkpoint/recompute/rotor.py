@@ -42,12 +42,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.base.errors import ShardwrightError
-from stages.checkpoint.recompute import kernels
-from stages.checkpoint.recompute.chain import LAST, Chain, ChainError, SlotChain, as_slots, default_slots, discretise
-from stages.checkpoint.recompute.kernels import WIDTH, Floats, Kinds
-from stages.checkpoint.recompute.schedule import Keep, Nesting, OpKind, Schedule, ScheduledOp, scheduled
-from stages.checkpoint.recompute.simulate import simulate
+from shardwright.pipeline.base.errors import ShardwrightError
+from shardwright.stages.checkpoint.recompute import kernels
+from shardwright.stages.checkpoint.recompute.chain import (
+    LAST,
+    Chain,
+    ChainError,
+    SlotChain,
+    as_slots,
+    default_slots,
+    discretise,
+)
+from shardwright.stages.checkpoint.recompute.kernels import WIDTH, Floats, Kinds
+from shardwright.stages.checkpoint.recompute.schedule import Keep, Nesting, OpKind, Schedule, ScheduledOp, scheduled
+from shardwright.stages.checkpoint.recompute.simulate import simulate
 
 MAX_TABLE_BYTES = 8 * 2**30
 BEYOND = 1.08  # of a room: more than rounding loses with the default number of slots

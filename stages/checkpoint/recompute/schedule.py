@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
-from stages.checkpoint.recompute.chain import LAST, Chain
+from shardwright.stages.checkpoint.recompute.chain import LAST, Chain
 
 
 class OpKind(Enum):

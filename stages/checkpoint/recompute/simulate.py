@@ -19,9 +19,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from pipeline.base.errors import ShardwrightError
-from stages.checkpoint.recompute.chain import LAST, Chain
-from stages.checkpoint.recompute.schedule import OpKind, ScheduledOp
+from shardwright.pipeline.base.errors import ShardwrightError
+from shardwright.stages.checkpoint.recompute.chain import LAST, Chain
+from shardwright.stages.checkpoint.recompute.schedule import OpKind, ScheduledOp
 
 
 class InvalidSequence(ShardwrightError):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pipeline.cost.links import LinkCosts
-from pipeline.cost.traffic import Ran, RunKind
-from pipeline.cost.two_lines import Pair, ends_of
-from stages.checkpoint.recompute.chain import LAST
-from stages.checkpoint.recompute.schedule import OpKind, ScheduledOp
-from stages.checkpoint.recompute.simulate import Outcome
+from shardwright.pipeline.cost.links import LinkCosts
+from shardwright.pipeline.cost.traffic import Ran, RunKind
+from shardwright.pipeline.cost.two_lines import Pair, ends_of
+from shardwright.stages.checkpoint.recompute.chain import LAST
+from shardwright.stages.checkpoint.recompute.schedule import OpKind, ScheduledOp
+from shardwright.stages.checkpoint.recompute.simulate import Outcome
 
 
 def played(outcome: Outcome, costs: Sequence[LinkCosts]) -> Outcome:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from pipeline.ir.graph import OpGraph
-from pipeline.ir.plan import Baseline, FrontierPoint, Sharding
-from stages.solve.problem.build import Choices, to_sharding
-from stages.solve.problem.data import Problem
-from stages.solve.problem.families import Families, named
-from stages.solve.search.decomposition import fastest
-from stages.solve.search.restricted import restrict
+from shardwright.pipeline.ir.graph import OpGraph
+from shardwright.pipeline.ir.plan import Baseline, FrontierPoint, Sharding
+from shardwright.stages.solve.problem.build import Choices, to_sharding
+from shardwright.stages.solve.problem.data import Problem
+from shardwright.stages.solve.problem.families import Families, named
+from shardwright.stages.solve.search.decomposition import fastest
+from shardwright.stages.solve.search.restricted import restrict
 
 SECONDS = 5.0  # for a kind that only the search for large problems can plan
 

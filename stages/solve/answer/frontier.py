@@ -24,15 +24,15 @@ from itertools import pairwise
 from math import isfinite
 from typing import TypeVar
 
-from pipeline.base.log import Advance, Log
-from pipeline.config import Search, Solve
-from pipeline.ir.plan import Proof
-from stages.solve.problem.data import Problem
-from stages.solve.search.backends import NothingFound
-from stages.solve.search.decomposition import WideBounder, bounder_of
-from stages.solve.search.integer_program import best_prices, solve, without_too_costly
-from stages.solve.search.memory_price import Bounder, EvaluatedPlan
-from stages.solve.search.restricted import Restricted, without_dominated
+from shardwright.pipeline.base.log import Advance, Log
+from shardwright.pipeline.config import Search, Solve
+from shardwright.pipeline.ir.plan import Proof
+from shardwright.stages.solve.problem.data import Problem
+from shardwright.stages.solve.search.backends import NothingFound
+from shardwright.stages.solve.search.decomposition import WideBounder, bounder_of
+from shardwright.stages.solve.search.integer_program import best_prices, solve, without_too_costly
+from shardwright.stages.solve.search.memory_price import Bounder, EvaluatedPlan
+from shardwright.stages.solve.search.restricted import Restricted, without_dominated
 
 MOST_CHOICES = 5000  # of a problem in which dominated ones are looked for
 MOST_VARIABLES = 1500  # choices that may be left, for an integer program that is worth a try

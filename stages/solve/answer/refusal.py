@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from pipeline.base.errors import BudgetError, SolveError
-from pipeline.config import Only, Solve
-from pipeline.cost.resident import Kept, ResidentPart, budget_of, gigabytes, resident_parts, total_of
-from pipeline.ir.graph import Role
-from pipeline.ir.plan import FrontierPoint, Sharding
-from stages.solve.on_mesh import MeshProblem
-from stages.solve.problem.storage import Way
+from shardwright.pipeline.base.errors import BudgetError, SolveError
+from shardwright.pipeline.config import Only, Solve
+from shardwright.pipeline.cost.resident import Kept, ResidentPart, budget_of, gigabytes, resident_parts, total_of
+from shardwright.pipeline.ir.graph import Role
+from shardwright.pipeline.ir.plan import FrontierPoint, Sharding
+from shardwright.stages.solve.on_mesh import MeshProblem
+from shardwright.stages.solve.problem.storage import Way
 
 MATTERS = 0.999  # of the least: what falls by less is not worth a word
 

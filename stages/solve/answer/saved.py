@@ -13,20 +13,20 @@ from math import prod
 from pathlib import Path
 from typing import TypeVar
 
-from pipeline.base.artifacts import load_saved
-from pipeline.base.errors import ArtifactError, SolveError
-from pipeline.config import Solve, saved_file
-from pipeline.ir.cluster import Cluster, Mesh
-from pipeline.ir.graph import OpGraph, Role, Value
-from pipeline.ir.layout import Layout
-from pipeline.ir.plan import Plan, Sharding
-from pipeline.ir.verify import InvalidSharding, gathered, verify_sharding
-from pipeline.ops.uneven import uneven_in
-from stages.solve.problem.build import Choices
-from stages.solve.problem.constraints import UserConstraints
-from stages.solve.problem.data import Problem
-from stages.solve.problem.storage import Stored, Way
-from stages.solve.search.restricted import Restricted
+from shardwright.pipeline.base.artifacts import load_saved
+from shardwright.pipeline.base.errors import ArtifactError, SolveError
+from shardwright.pipeline.config import Solve, saved_file
+from shardwright.pipeline.ir.cluster import Cluster, Mesh
+from shardwright.pipeline.ir.graph import OpGraph, Role, Value
+from shardwright.pipeline.ir.layout import Layout
+from shardwright.pipeline.ir.plan import Plan, Sharding
+from shardwright.pipeline.ir.verify import InvalidSharding, gathered, verify_sharding
+from shardwright.pipeline.ops.uneven import uneven_in
+from shardwright.stages.solve.problem.build import Choices
+from shardwright.stages.solve.problem.constraints import UserConstraints
+from shardwright.stages.solve.problem.data import Problem
+from shardwright.stages.solve.problem.storage import Stored, Way
+from shardwright.stages.solve.search.restricted import Restricted
 
 SHOWN = 3  # names in a message
 T = TypeVar("T")

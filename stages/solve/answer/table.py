@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.ir.plan import Baseline, Frontier, FrontierPoint
+from shardwright.pipeline.ir.plan import Baseline, Frontier, FrontierPoint
 
 _HEAD = """\
 # Plans

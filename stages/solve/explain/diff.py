@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
-from pipeline.ir.graph import Role
-from pipeline.ir.plan import Prediction
-from stages.solve.explain.one import WHOLE_MODEL, starred
-from stages.solve.explain.priced_run import Item, ItemKind, PlannedRun
-from stages.solve.explain.whole import PARTS, SAME, in_words, parts_of, stored_as
+from shardwright.pipeline.ir.graph import Role
+from shardwright.pipeline.ir.plan import Prediction
+from shardwright.stages.solve.explain.one import WHOLE_MODEL, starred
+from shardwright.stages.solve.explain.priced_run import Item, ItemKind, PlannedRun
+from shardwright.stages.solve.explain.whole import PARTS, SAME, in_words, parts_of, stored_as
 
 NOTHING = "-"
 REST = "what runs together, or waits"  # a card's kernels, the passes of a pipeline

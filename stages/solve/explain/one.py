@@ -11,13 +11,13 @@ from enum import StrEnum
 from fnmatch import fnmatchcase
 from itertools import accumulate
 
-from pipeline.ir.graph import OpGraph, Role
-from pipeline.ir.layout import Layout
-from pipeline.ops.mesh import view_op
-from pipeline.ops.table import rule_of
-from stages.solve.explain.options import Options, PricedOption
-from stages.solve.explain.priced_run import ExplainError, Item, ItemisedPartition, ItemKind, PlannedRun
-from stages.solve.problem.build import Choices
+from shardwright.pipeline.ir.graph import OpGraph, Role
+from shardwright.pipeline.ir.layout import Layout
+from shardwright.pipeline.ops.mesh import view_op
+from shardwright.pipeline.ops.table import rule_of
+from shardwright.stages.solve.explain.options import Options, PricedOption
+from shardwright.stages.solve.explain.priced_run import ExplainError, Item, ItemisedPartition, ItemKind, PlannedRun
+from shardwright.stages.solve.problem.build import Choices
 
 OP = "op:"  # before the name of an op that is a module's name as well
 NEAR = 3  # names that a message offers

@@ -13,26 +13,26 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Protocol
 
-from pipeline.base.errors import ArtifactError
-from pipeline.base.log import Log
-from pipeline.config import Checkpoint, Solve
-from pipeline.cost.resident import gigabytes
-from pipeline.cost.step import Workload
-from pipeline.cost.traffic import lines_of
-from pipeline.cost.two_lines import unrecomputed_runs
-from pipeline.ir.cluster import Mesh
-from pipeline.ir.plan import FrontierPoint, Proof, Sharding
-from pipeline.ir.verify import InvalidSharding, gathered, verify_sharding
-from pipeline.ops.uneven import uneven_in
-from pipeline.sharding.lowering import with_paths
-from stages.solve.answer.frontier import FrontierSearch
-from stages.solve.answer.saved import Saved, found_among
-from stages.solve.explain.priced_run import ItemisedPartition, PlannedRun
-from stages.solve.problem.build import build, to_sharding
-from stages.solve.problem.constraints import UserConstraints
-from stages.solve.problem.storage import Way
-from stages.solve.search.backends import NothingFound
-from stages.solve.search.restricted import as_it_is, restrict
+from shardwright.pipeline.base.errors import ArtifactError
+from shardwright.pipeline.base.log import Log
+from shardwright.pipeline.config import Checkpoint, Solve
+from shardwright.pipeline.cost.resident import gigabytes
+from shardwright.pipeline.cost.step import Workload
+from shardwright.pipeline.cost.traffic import lines_of
+from shardwright.pipeline.cost.two_lines import unrecomputed_runs
+from shardwright.pipeline.ir.cluster import Mesh
+from shardwright.pipeline.ir.plan import FrontierPoint, Proof, Sharding
+from shardwright.pipeline.ir.verify import InvalidSharding, gathered, verify_sharding
+from shardwright.pipeline.ops.uneven import uneven_in
+from shardwright.pipeline.sharding.lowering import with_paths
+from shardwright.stages.solve.answer.frontier import FrontierSearch
+from shardwright.stages.solve.answer.saved import Saved, found_among
+from shardwright.stages.solve.explain.priced_run import ItemisedPartition, PlannedRun
+from shardwright.stages.solve.problem.build import build, to_sharding
+from shardwright.stages.solve.problem.constraints import UserConstraints
+from shardwright.stages.solve.problem.storage import Way
+from shardwright.stages.solve.search.backends import NothingFound
+from shardwright.stages.solve.search.restricted import as_it_is, restrict
 
 NOT_PROVEN = Proof("", "", 0.0, 0.0, 0.0, 0, 0)
 NOT_FOUND = "the search ended before it, within its gap"

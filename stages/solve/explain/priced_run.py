@@ -10,17 +10,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from pipeline.base.artifacts import Artifact
-from pipeline.base.errors import ShardwrightError
-from pipeline.cost.parts import priced_parts
-from pipeline.cost.step import Priced
-from pipeline.ir.cluster import COLLECTIVES, Cluster
-from pipeline.ir.graph import OpGraph, Role
-from pipeline.ir.plan import Frontier, Plan
-from pipeline.ir.profile import Profile, as_run
-from pipeline.ir.program import Call, Convert, Step
-from pipeline.sharding.conversions import conversion_of, made_again, step_axis
-from pipeline.sharding.slices import sliced
+from shardwright.pipeline.base.artifacts import Artifact
+from shardwright.pipeline.base.errors import ShardwrightError
+from shardwright.pipeline.cost.parts import priced_parts
+from shardwright.pipeline.cost.step import Priced
+from shardwright.pipeline.ir.cluster import COLLECTIVES, Cluster
+from shardwright.pipeline.ir.graph import OpGraph, Role
+from shardwright.pipeline.ir.plan import Frontier, Plan
+from shardwright.pipeline.ir.profile import Profile, as_run
+from shardwright.pipeline.ir.program import Call, Convert, Step
+from shardwright.pipeline.sharding.conversions import conversion_of, made_again, step_axis
+from shardwright.pipeline.sharding.slices import sliced
 
 KINDS = ("graph", "profile", "cluster", "frontier", "plan")
 

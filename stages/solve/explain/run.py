@@ -1,4 +1,4 @@
-"""`python -m stages explain`: the plan in words, one choice of it with its alternatives, or two plans side by side."""
+"""`shardwright explain`: the plan in words, one choice of it with its alternatives, or two plans side by side."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pipeline.base import artifacts
-from pipeline.base.errors import ShardwrightError
-from pipeline.base.log import Log, say
-from pipeline.base.measured_runs import with_correction
-from pipeline.base.stage import read
-from pipeline.config import Config, load_config
-from pipeline.ir.codec import encode
-from pipeline.ops.discovery.remembered import remember_in
-from stages.solve.explain.diff import Changed, Diff, Facts, changes, explain_diff
-from stages.solve.explain.one import SubjectKind, SubjectSummary, explain_one, find_subject, home_of
-from stages.solve.explain.options import Evaluate, Options
-from stages.solve.explain.priced_run import KINDS, ExplainError, PlannedRun, planned
-from stages.solve.explain.text import diff_text, module_text, one_text, whole_text
-from stages.solve.explain.whole import Module, PlanSummary, explain_module, explain_whole
+from shardwright.pipeline.base import artifacts
+from shardwright.pipeline.base.errors import ShardwrightError
+from shardwright.pipeline.base.log import Log, say
+from shardwright.pipeline.base.measured_runs import with_correction
+from shardwright.pipeline.base.stage import read
+from shardwright.pipeline.config import Config, load_config
+from shardwright.pipeline.ir.codec import encode
+from shardwright.pipeline.ops.discovery.remembered import remember_in
+from shardwright.stages.solve.explain.diff import Changed, Diff, Facts, changes, explain_diff
+from shardwright.stages.solve.explain.one import SubjectKind, SubjectSummary, explain_one, find_subject, home_of
+from shardwright.stages.solve.explain.options import Evaluate, Options
+from shardwright.stages.solve.explain.priced_run import KINDS, ExplainError, PlannedRun, planned
+from shardwright.stages.solve.explain.text import diff_text, module_text, one_text, whole_text
+from shardwright.stages.solve.explain.whole import Module, PlanSummary, explain_module, explain_whole
 
 Explained = PlanSummary | Module | SubjectSummary | Diff
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Sequence
 
-from pipeline.cost.whole_ops import LACK
-from stages.solve.explain.diff import Changed, CostChange, Diff
-from stages.solve.explain.one import HeldBytes, SubjectSummary
-from stages.solve.explain.options import OptionVerdict, PricedOption
-from stages.solve.explain.whole import Cost, Module, PlanSummary
+from shardwright.pipeline.cost.whole_ops import LACK
+from shardwright.stages.solve.explain.diff import Changed, CostChange, Diff
+from shardwright.stages.solve.explain.one import HeldBytes, SubjectSummary
+from shardwright.stages.solve.explain.options import OptionVerdict, PricedOption
+from shardwright.stages.solve.explain.whole import Cost, Module, PlanSummary
 
 COLUMNS = 100
 LEAST = 24  # columns that the last column of a table needs

@@ -6,15 +6,15 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pipeline.cost.corrected import basis_in_words
-from pipeline.cost.resident import Kept, resident_parts, total_of
-from pipeline.cost.step import ParameterPrice
-from pipeline.cost.whole_ops import whole_ops
-from pipeline.ir.graph import OpGraph
-from pipeline.ir.plan import Alternative, Plan, Prediction, Region, Sharding
-from pipeline.ops.samples import norms_in_words
-from stages.solve.explain.one import WHOLE_MODEL, HeldBytes, inside, starred
-from stages.solve.explain.priced_run import Item, ItemKind, PlannedRun
+from shardwright.pipeline.cost.corrected import basis_in_words
+from shardwright.pipeline.cost.resident import Kept, resident_parts, total_of
+from shardwright.pipeline.cost.step import ParameterPrice
+from shardwright.pipeline.cost.whole_ops import whole_ops
+from shardwright.pipeline.ir.graph import OpGraph
+from shardwright.pipeline.ir.plan import Alternative, Plan, Prediction, Region, Sharding
+from shardwright.pipeline.ops.samples import norms_in_words
+from shardwright.stages.solve.explain.one import WHOLE_MODEL, HeldBytes, inside, starred
+from shardwright.stages.solve.explain.priced_run import Item, ItemKind, PlannedRun
 
 PARTS = ("compute", "communication", "recompute", "optimizer", "bubble", "host")
 SAME = 1e-9  # of a step: what rounding leaves

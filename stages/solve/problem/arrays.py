@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipeline.cost.step import Workload
-from pipeline.ir.graph import TensorType
-from pipeline.ir.layout import Layout, without_gradient
-from pipeline.ir.plan import Strategy
-from pipeline.rates.compute import shard_bytes
-from pipeline.sharding.path_tables import conversion_tables
-from pipeline.sharding.paths import Paths
-from stages.solve.problem.data import Array
-from stages.solve.problem.made_once import Listed, MadeOnce
+from shardwright.pipeline.cost.step import Workload
+from shardwright.pipeline.ir.graph import TensorType
+from shardwright.pipeline.ir.layout import Layout, without_gradient
+from shardwright.pipeline.ir.plan import Strategy
+from shardwright.pipeline.rates.compute import shard_bytes
+from shardwright.pipeline.sharding.path_tables import conversion_tables
+from shardwright.pipeline.sharding.paths import Paths
+from shardwright.stages.solve.problem.data import Array
+from shardwright.stages.solve.problem.made_once import Listed, MadeOnce
 
 Layouts = Listed[Layout]
 

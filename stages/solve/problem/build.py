@@ -22,19 +22,19 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.cost.step import Workload
-from pipeline.ir.graph import Op, OpGraph, Role, Value
-from pipeline.ir.layout import Layout, replicated
-from pipeline.ir.plan import Sharding, Strategy
-from pipeline.ir.verify import gathered
-from pipeline.ops.samples import strategies_in
-from pipeline.rates.inner_collectives import talk_seconds
-from stages.solve.problem.arrays import Arrays, Layouts
-from stages.solve.problem.data import Array, Edge, Holding, Node, Problem, Reader, Share
-from stages.solve.problem.made_once import Listed
-from stages.solve.problem.moments import Moments
-from stages.solve.problem.parameters import Parameters, Ways
-from stages.solve.problem.storage import Stored, Way, storage_choices
+from shardwright.pipeline.cost.step import Workload
+from shardwright.pipeline.ir.graph import Op, OpGraph, Role, Value
+from shardwright.pipeline.ir.layout import Layout, replicated
+from shardwright.pipeline.ir.plan import Sharding, Strategy
+from shardwright.pipeline.ir.verify import gathered
+from shardwright.pipeline.ops.samples import strategies_in
+from shardwright.pipeline.rates.inner_collectives import talk_seconds
+from shardwright.stages.solve.problem.arrays import Arrays, Layouts
+from shardwright.stages.solve.problem.data import Array, Edge, Holding, Node, Problem, Reader, Share
+from shardwright.stages.solve.problem.made_once import Listed
+from shardwright.stages.solve.problem.moments import Moments
+from shardwright.stages.solve.problem.parameters import Parameters, Ways
+from shardwright.stages.solve.problem.storage import Stored, Way, storage_choices
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,14 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
-from pipeline.base.errors import SolveError
-from pipeline.config import Only, Solve
-from pipeline.ir.graph import OpGraph, Role
-from pipeline.ir.layout import Layout, State
-from pipeline.ir.plan import Strategy
-from stages.solve.problem.build import Choices
-from stages.solve.problem.families import Families, Parallel
-from stages.solve.problem.storage import Stored, Way
+from shardwright.pipeline.base.errors import SolveError
+from shardwright.pipeline.config import Only, Solve
+from shardwright.pipeline.ir.graph import OpGraph, Role
+from shardwright.pipeline.ir.layout import Layout, State
+from shardwright.pipeline.ir.plan import Strategy
+from shardwright.stages.solve.problem.build import Choices
+from shardwright.stages.solve.problem.families import Families, Parallel
+from shardwright.stages.solve.problem.storage import Stored, Way
 
 ZERO = {"zero1": Way.zero1, "zero2": Way.gathered, "zero3": Way.regathered}
 ROLES = {

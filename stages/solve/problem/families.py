@@ -22,13 +22,13 @@ from enum import StrEnum
 from functools import cached_property
 from itertools import product
 
-from pipeline.ir.graph import Op, OpGraph, Role
-from pipeline.ir.layout import Layout, State
-from pipeline.ir.plan import Strategy
-from pipeline.ops.samples import samples_of
-from stages.solve.problem.build import Choices
-from stages.solve.problem.sequence_region import between_blocks, has_large_weight
-from stages.solve.problem.storage import Stored, Way
+from shardwright.pipeline.ir.graph import Op, OpGraph, Role
+from shardwright.pipeline.ir.layout import Layout, State
+from shardwright.pipeline.ir.plan import Strategy
+from shardwright.pipeline.ops.samples import samples_of
+from shardwright.stages.solve.problem.build import Choices
+from shardwright.stages.solve.problem.sequence_region import between_blocks, has_large_weight
+from shardwright.stages.solve.problem.storage import Stored, Way
 
 
 class Parallel(StrEnum):

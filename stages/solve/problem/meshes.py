@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from math import prod
 
-from pipeline.base.errors import SolveError
-from pipeline.config import PIPELINE_AXIS, Solve
-from pipeline.ir.cluster import Cluster, Mesh
+from shardwright.pipeline.base.errors import SolveError
+from shardwright.pipeline.config import PIPELINE_AXIS, Solve
+from shardwright.pipeline.ir.cluster import Cluster, Mesh
 
 
 def asks_for_pipeline(settings: Solve) -> bool:

@@ -6,9 +6,9 @@ that reads it; what backward needs stays until the op that needs it is undone.
 
 from __future__ import annotations
 
-from pipeline.cost.groups import Join, groups_of
-from pipeline.ir.graph import Op, OpGraph, Role
-from pipeline.ir.profile import Profile
+from shardwright.pipeline.cost.groups import Join, groups_of
+from shardwright.pipeline.ir.graph import Op, OpGraph, Role
+from shardwright.pipeline.ir.profile import Profile
 
 
 class Moments:

@@ -25,19 +25,19 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.cost.step import Workload, update_seconds
-from pipeline.ir.cluster import Axis
-from pipeline.ir.graph import Op, OpGraph, TensorType, Value
-from pipeline.ir.layout import B, Layout, Place, R
-from pipeline.ir.program import GATHERED_ALONE
-from pipeline.rates.compute import shard_bytes
-from pipeline.sharding.conversions import gathered_share, step_arguments
-from pipeline.sharding.path_tables import conversion_table
-from stages.solve.problem.arrays import Arrays, Layouts
-from stages.solve.problem.data import FORBIDDEN, Array, Holding
-from stages.solve.problem.made_once import Listed
-from stages.solve.problem.moments import Moments
-from stages.solve.problem.storage import Stored, Way, storage_choices
+from shardwright.pipeline.cost.step import Workload, update_seconds
+from shardwright.pipeline.ir.cluster import Axis
+from shardwright.pipeline.ir.graph import Op, OpGraph, TensorType, Value
+from shardwright.pipeline.ir.layout import B, Layout, Place, R
+from shardwright.pipeline.ir.program import GATHERED_ALONE
+from shardwright.pipeline.rates.compute import shard_bytes
+from shardwright.pipeline.sharding.conversions import gathered_share, step_arguments
+from shardwright.pipeline.sharding.path_tables import conversion_table
+from shardwright.stages.solve.problem.arrays import Arrays, Layouts
+from shardwright.stages.solve.problem.data import FORBIDDEN, Array, Holding
+from shardwright.stages.solve.problem.made_once import Listed
+from shardwright.stages.solve.problem.moments import Moments
+from shardwright.stages.solve.problem.storage import Stored, Way, storage_choices
 
 Ways = Listed[Stored]
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from pipeline.ir.graph import Op, OpGraph, Role
-from pipeline.ir.layout import S, State
+from shardwright.pipeline.ir.graph import Op, OpGraph, Role
+from shardwright.pipeline.ir.layout import S, State
 
 
 def between_blocks(graph: OpGraph) -> dict[str, State]:

@@ -19,7 +19,7 @@ from enum import StrEnum
 from itertools import chain, combinations
 from math import prod
 
-from pipeline.ir.layout import Layout, R, State, replicated
+from shardwright.pipeline.ir.layout import Layout, R, State, replicated
 
 MOST_PADDED = 1.125  # of a parameter, with the padding of its shards: beyond that they are not worth it
 

@@ -12,12 +12,12 @@ from collections.abc import Hashable, Iterator
 from contextlib import suppress
 from math import inf, isfinite
 
-from pipeline.base.log import Log
-from stages.solve.problem.data import Array, Problem
-from stages.solve.search.elimination import FREE, Elimination, Prices, TooWide
-from stages.solve.search.large.priced import LargeProblem
-from stages.solve.search.memory_price import BestPrices, Bounded, Bounder, EvaluatedPlan
-from stages.solve.search.separators import CutOpen
+from shardwright.pipeline.base.log import Log
+from shardwright.stages.solve.problem.data import Array, Problem
+from shardwright.stages.solve.search.elimination import FREE, Elimination, Prices, TooWide
+from shardwright.stages.solve.search.large.priced import LargeProblem
+from shardwright.stages.solve.search.memory_price import BestPrices, Bounded, Bounder, EvaluatedPlan
+from shardwright.stages.solve.search.separators import CutOpen
 
 MOST_DRAWS = 3  # times that copies are drawn together at one limit
 MOST_SETTLED = 4  # plans that show how to settle what was cut, at one limit

@@ -26,10 +26,10 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from stages.solve.problem.data import Array, Edge, Node, Problem, Share
-from stages.solve.problem.made_once import MadeOnce
-from stages.solve.search.kernels import Tables, least_shared, least_sums
-from stages.solve.search.order import EliminationOrder, OrderRule
+from shardwright.stages.solve.problem.data import Array, Edge, Node, Problem, Share
+from shardwright.stages.solve.problem.made_once import MadeOnce
+from shardwright.stages.solve.search.kernels import Tables, least_shared, least_sums
+from shardwright.stages.solve.search.order import EliminationOrder, OrderRule
 
 MOST_ENTRIES = 200_000_000  # of one elimination: beyond this the graph is too wide
 MOST_SETS = 256  # of the forms of a share, to have a choice each

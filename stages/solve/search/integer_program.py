@@ -36,11 +36,11 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.config import Solve
-from stages.solve.problem.data import Array, Edge, Node, Problem, Share
-from stages.solve.search.backends import NothingFound
-from stages.solve.search.memory_price import BestPrices, Plane
-from stages.solve.search.restricted import Restricted, restrict
+from shardwright.pipeline.config import Solve
+from shardwright.stages.solve.problem.data import Array, Edge, Node, Problem, Share
+from shardwright.stages.solve.search.backends import NothingFound
+from shardwright.stages.solve.search.memory_price import BestPrices, Plane
+from shardwright.stages.solve.search.restricted import Restricted, restrict
 
 MOST_ROWS = 12  # moments that are added one after another
 ROUNDING = 1e-6  # of a plan's cost: what a solver's tolerances may have taken from its reduced costs
@@ -111,7 +111,7 @@ def without_too_costly(
 
 
 def _run_backend(model: Any, settings: Solve, where: str) -> float:
-    backend = importlib.import_module(f"stages.solve.search.backends.{settings.backend.value}")
+    backend = importlib.import_module(f"shardwright.stages.solve.search.backends.{settings.backend.value}")
     bound: float = backend.solve(model, settings, where)
     return bound
 

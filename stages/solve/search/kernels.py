@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.base.kernel_cache import kernel
+from shardwright.pipeline.base.kernel_cache import kernel
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

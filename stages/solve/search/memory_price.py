@@ -19,8 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from stages.solve.problem.data import Array, Problem
-from stages.solve.search.elimination import FREE, Elimination, Minimum, Prices
+from shardwright.stages.solve.problem.data import Array, Problem
+from shardwright.stages.solve.search.elimination import FREE, Elimination, Minimum, Prices
 
 # Small ones keep the plan near the bound, large ones pay for changing over from one layout to another between layers.
 TILTS = (1e-6, 0.03, -0.03, 0.1, -0.1, 0.3, -0.3, 0.6, -0.6, 0.9, -0.9)

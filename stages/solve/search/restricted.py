@@ -7,8 +7,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from stages.solve.problem.data import Edge, Node, Problem, Reader, Share
-from stages.solve.problem.made_once import MadeOnce
+from shardwright.stages.solve.problem.data import Edge, Node, Problem, Reader, Share
+from shardwright.stages.solve.problem.made_once import MadeOnce
 
 Part = TypeVar("Part", Node, Edge, Share)
 

@@ -22,10 +22,10 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from stages.solve.problem.data import FORBIDDEN, Array, Edge, Holding, Node, Problem, Share
-from stages.solve.problem.made_once import MadeOnce
-from stages.solve.search.elimination import FREE, Elimination, Minimum, Prices, TooWide
-from stages.solve.search.restricted import Restricted, as_it_is, restrict
+from shardwright.stages.solve.problem.data import FORBIDDEN, Array, Edge, Holding, Node, Problem, Share
+from shardwright.stages.solve.problem.made_once import MadeOnce
+from shardwright.stages.solve.search.elimination import FREE, Elimination, Minimum, Prices, TooWide
+from shardwright.stages.solve.search.restricted import Restricted, as_it_is, restrict
 
 MOST_DRAWS = 12  # times that copies are drawn together at some prices
 CLOSE = 1e-9  # of the value: copies that are this close to agreeing are left

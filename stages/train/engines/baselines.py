@@ -24,17 +24,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeline.base.errors import TrainError
-from pipeline.ir.layout import Layout, S, replicated
-from pipeline.runtime.programs.mesh import set_mesh, take_first
-from pipeline.user.batches import Batches
-from pipeline.user.loss import pick_loss
-from pipeline.user.weights import Shape, match_names, open_weights, read_shard
-from stages.train.data import held_out_batches
-from stages.train.engines.engine import Batch, Engine, StateShard, unchanged
-from stages.train.engines.tensors import named_tensors, state_names
-from stages.train.job import Job
-from stages.train.ranks.watchdog import Beat, unwatched
+from shardwright.pipeline.base.errors import TrainError
+from shardwright.pipeline.ir.layout import Layout, S, replicated
+from shardwright.pipeline.runtime.programs.mesh import set_mesh, take_first
+from shardwright.pipeline.user.batches import Batches
+from shardwright.pipeline.user.loss import pick_loss
+from shardwright.pipeline.user.weights import Shape, match_names, open_weights, read_shard
+from shardwright.stages.train.data import held_out_batches
+from shardwright.stages.train.engines.engine import Batch, Engine, StateShard, unchanged
+from shardwright.stages.train.engines.tensors import named_tensors, state_names
+from shardwright.stages.train.job import Job
+from shardwright.stages.train.ranks.watchdog import Beat, unwatched
 
 AXIS = "ranks"
 WHOLE, SPLIT = replicated(1), Layout((S(0),))

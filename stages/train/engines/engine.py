@@ -14,16 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.base import artifacts
-from pipeline.base.errors import TrainError
-from pipeline.base.instantiate import instantiate
-from pipeline.ir.layout import Layout
-from pipeline.runtime.programs.source import CannotEvaluate, load_program
-from pipeline.user.batches import Batches
-from pipeline.user.optimizer import build_optimizer
-from pipeline.user.weights import Shape, write_weights
-from stages.train.job import Job
-from stages.train.ranks.watchdog import Beat, unwatched, with_beats
+from shardwright.pipeline.base import artifacts
+from shardwright.pipeline.base.errors import TrainError
+from shardwright.pipeline.base.instantiate import instantiate
+from shardwright.pipeline.ir.layout import Layout
+from shardwright.pipeline.runtime.programs.source import CannotEvaluate, load_program
+from shardwright.pipeline.user.batches import Batches
+from shardwright.pipeline.user.optimizer import build_optimizer
+from shardwright.pipeline.user.weights import Shape, write_weights
+from shardwright.stages.train.job import Job
+from shardwright.stages.train.ranks.watchdog import Beat, unwatched, with_beats
 
 Batch = dict[str, Tensor]  # of one micro-batch, as far as this rank needs it
 MODULE = str(artifacts.KINDS["module"].path(Path()))

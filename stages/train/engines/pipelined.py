@@ -16,24 +16,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from pipeline.ir.layout import Layout
-from pipeline.runtime.compiler.compiled import use_kernels_of
-from pipeline.runtime.pipelining.pipelined import Places, RankPipeline, smaller_of
-from pipeline.runtime.pipelining.transfer import ACROSS, meeting_device
-from pipeline.runtime.programs.collectives import as_real
-from pipeline.runtime.programs.random import seed_apart
-from pipeline.runtime.step.buckets import Row
-from pipeline.runtime.step.gradients import Clipping
-from pipeline.runtime.step.running_stats import statistics_of
-from pipeline.runtime.step.slices import Slices
-from pipeline.user.batches import Batches
-from pipeline.user.weights import Shape
-from stages.train.data import held_out_batches
-from stages.train.engines.engine import Batch, Engine, StateShard, program_of
-from stages.train.engines.tensors import OwnTensors, StoredRows, refuse_optimizer
-from stages.train.job import Job
-from stages.train.ranks.joining import gathered
-from stages.train.ranks.watchdog import Beat, unwatched, with_beats
+from shardwright.pipeline.ir.layout import Layout
+from shardwright.pipeline.runtime.compiler.compiled import use_kernels_of
+from shardwright.pipeline.runtime.pipelining.pipelined import Places, RankPipeline, smaller_of
+from shardwright.pipeline.runtime.pipelining.transfer import ACROSS, meeting_device
+from shardwright.pipeline.runtime.programs.collectives import as_real
+from shardwright.pipeline.runtime.programs.random import seed_apart
+from shardwright.pipeline.runtime.step.buckets import Row
+from shardwright.pipeline.runtime.step.gradients import Clipping
+from shardwright.pipeline.runtime.step.running_stats import statistics_of
+from shardwright.pipeline.runtime.step.slices import Slices
+from shardwright.pipeline.user.batches import Batches
+from shardwright.pipeline.user.weights import Shape
+from shardwright.stages.train.data import held_out_batches
+from shardwright.stages.train.engines.engine import Batch, Engine, StateShard, program_of
+from shardwright.stages.train.engines.tensors import OwnTensors, StoredRows, refuse_optimizer
+from shardwright.stages.train.job import Job
+from shardwright.stages.train.ranks.joining import gathered
+from shardwright.stages.train.ranks.watchdog import Beat, unwatched, with_beats
 
 
 class PipelinedEngine(Engine):

@@ -8,22 +8,22 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from pipeline.base.errors import TrainError
-from pipeline.ir.layout import Layout
-from pipeline.runtime.compiler.compiled import use_kernels_of
-from pipeline.runtime.programs.mesh import set_mesh
-from pipeline.runtime.step.cuda_graphs import GraphedPasses, NotCaptured
-from pipeline.runtime.step.gradients import Clipping, Gradients
-from pipeline.runtime.step.passes import run_passes
-from pipeline.runtime.step.running_stats import statistics_of
-from pipeline.runtime.step.slices import Slices
-from pipeline.user.batches import Batches
-from pipeline.user.weights import Shape
-from stages.train.data import held_out_batches
-from stages.train.engines.engine import Batch, Engine, StateShard, program_of, unchanged
-from stages.train.engines.tensors import OwnTensors, StoredRows, refuse_optimizer
-from stages.train.job import Job
-from stages.train.ranks.watchdog import Beat, unwatched
+from shardwright.pipeline.base.errors import TrainError
+from shardwright.pipeline.ir.layout import Layout
+from shardwright.pipeline.runtime.compiler.compiled import use_kernels_of
+from shardwright.pipeline.runtime.programs.mesh import set_mesh
+from shardwright.pipeline.runtime.step.cuda_graphs import GraphedPasses, NotCaptured
+from shardwright.pipeline.runtime.step.gradients import Clipping, Gradients
+from shardwright.pipeline.runtime.step.passes import run_passes
+from shardwright.pipeline.runtime.step.running_stats import statistics_of
+from shardwright.pipeline.runtime.step.slices import Slices
+from shardwright.pipeline.user.batches import Batches
+from shardwright.pipeline.user.weights import Shape
+from shardwright.stages.train.data import held_out_batches
+from shardwright.stages.train.engines.engine import Batch, Engine, StateShard, program_of, unchanged
+from shardwright.stages.train.engines.tensors import OwnTensors, StoredRows, refuse_optimizer
+from shardwright.stages.train.job import Job
+from shardwright.stages.train.ranks.watchdog import Beat, unwatched
 
 
 class PlannedEngine(Engine):

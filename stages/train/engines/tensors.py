@@ -14,16 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.base.errors import TrainError
-from pipeline.ir.layout import Layout, replicated
-from pipeline.ir.names import look_up
-from pipeline.runtime.programs.mesh import axis_of, take_first
-from pipeline.runtime.programs.parameters import runs_of, shard_of, whole_of, with_padding
-from pipeline.runtime.step.buckets import Row
-from pipeline.runtime.step.initial_values import BuiltModule, Initial
-from pipeline.user.optimizer import refuse_mixing, refuse_moving_zeros
-from pipeline.user.weights import Shape, match_names, open_weights, read_shard
-from stages.train.engines.engine import Engine, StateShard
+from shardwright.pipeline.base.errors import TrainError
+from shardwright.pipeline.ir.layout import Layout, replicated
+from shardwright.pipeline.ir.names import look_up
+from shardwright.pipeline.runtime.programs.mesh import axis_of, take_first
+from shardwright.pipeline.runtime.programs.parameters import runs_of, shard_of, whole_of, with_padding
+from shardwright.pipeline.runtime.step.buckets import Row
+from shardwright.pipeline.runtime.step.initial_values import BuiltModule, Initial
+from shardwright.pipeline.user.optimizer import refuse_mixing, refuse_moving_zeros
+from shardwright.pipeline.user.weights import Shape, match_names, open_weights, read_shard
+from shardwright.stages.train.engines.engine import Engine, StateShard
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from pipeline.base.errors import TrainError
-from pipeline.launch.rendezvous import init_process_group
-from pipeline.runtime.step.memory import allocate_exactly, keep_freed_memory
+from shardwright.pipeline.base.errors import TrainError
+from shardwright.pipeline.launch.rendezvous import init_process_group
+from shardwright.pipeline.runtime.step.memory import allocate_exactly, keep_freed_memory
 
 GLOO, NCCL = "gloo", "cpu:gloo,cuda:nccl"
 

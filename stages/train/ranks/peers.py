@@ -28,10 +28,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pipeline.base.signals import ASKING
-from pipeline.runtime.context import step
-from pipeline.user.batches import Batches
-from stages.train.data import PREFETCH, Prefetched
+from shardwright.pipeline.base.signals import ASKING
+from shardwright.pipeline.runtime.context import step
+from shardwright.pipeline.user.batches import Batches
+from shardwright.stages.train.data import PREFETCH, Prefetched
 
 ANSWER_S = 10.0  # within which every rank answers; its main thread is not asked
 FOR_EVER = timedelta(days=1000)

@@ -14,18 +14,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.base.errors import TrainError
-from pipeline.launch.rank import restart_count
-from pipeline.runtime.programs.collectives import as_real
-from stages.train.engines.engine import Engine
-from stages.train.job import Job
-from stages.train.journal import Note
-from stages.train.ranks.joining import gathered
-from stages.train.ranks.watchdog import Watchdog
-from stages.train.snapshots.boxes import BITS, BoxedTensor
-from stages.train.snapshots.manifest import name_of, step_of
-from stages.train.snapshots.resume import find, restore
-from stages.train.snapshots.writer import About, SnapshotWriter
+from shardwright.pipeline.base.errors import TrainError
+from shardwright.pipeline.launch.rank import restart_count
+from shardwright.pipeline.runtime.programs.collectives import as_real
+from shardwright.stages.train.engines.engine import Engine
+from shardwright.stages.train.job import Job
+from shardwright.stages.train.journal import Note
+from shardwright.stages.train.ranks.joining import gathered
+from shardwright.stages.train.ranks.watchdog import Watchdog
+from shardwright.stages.train.snapshots.boxes import BITS, BoxedTensor
+from shardwright.stages.train.snapshots.manifest import name_of, step_of
+from shardwright.stages.train.snapshots.resume import find, restore
+from shardwright.stages.train.snapshots.writer import About, SnapshotWriter
 
 Checksums = dict[tuple[str, Any], int]  # by the name of a tensor and the place of the shard in it
 OFF = {"every": 0, "keep": 1, "background": False, "hang_s": None, "compare_every": 0, "folder": None}

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from pipeline.launch.rank import error_path, report_error
+from shardwright.pipeline.launch.rank import error_path, report_error
 
 SLOW = 4  # of what may take its time: compiling in a first step, reading all of the weights, a disk that is slow
 

@@ -27,13 +27,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.base.files import write_atomic
-from pipeline.ir.layout import Run
-from pipeline.runtime.programs.parameters import runs_of
-from pipeline.user.weights import TYPES, write_weights
-from stages.train.engines.engine import StateShard
-from stages.train.engines.tensors import sizes_of
-from stages.train.snapshots.manifest import TENSORS, Damaged, read_plain
+from shardwright.pipeline.base.files import write_atomic
+from shardwright.pipeline.ir.layout import Run
+from shardwright.pipeline.runtime.programs.parameters import runs_of
+from shardwright.pipeline.user.weights import TYPES, write_weights
+from shardwright.stages.train.engines.engine import StateShard
+from shardwright.stages.train.engines.tensors import sizes_of
+from shardwright.stages.train.snapshots.manifest import TENSORS, Damaged, read_plain
 
 Place = tuple[tuple[int, ...], tuple[int, ...]]  # of a box in the whole tensor: offsets and sizes
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}

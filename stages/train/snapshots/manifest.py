@@ -29,7 +29,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.files import write_atomic
+from shardwright.pipeline.base.files import write_atomic
 
 MANIFEST, TENSORS, FINISHED, LAUNCH = "manifest.json", "tensors.json", "finished", "launch"
 VERSION = 2  # 1 was that of torch.distributed.checkpoint, whose metadata is a pickle

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipeline.base.errors import TrainError
-from pipeline.runtime.programs.random import go_apart
-from stages.train.engines.engine import Engine
-from stages.train.ranks.joining import gathered
-from stages.train.snapshots import manifest
-from stages.train.snapshots.boxes import BoxedTensor, Table, TensorFiles, check_boxes, read_table
-from stages.train.snapshots.writer import SHARE, About, random_streams
+from shardwright.pipeline.base.errors import TrainError
+from shardwright.pipeline.runtime.programs.random import go_apart
+from shardwright.stages.train.engines.engine import Engine
+from shardwright.stages.train.ranks.joining import gathered
+from shardwright.stages.train.snapshots import manifest
+from shardwright.stages.train.snapshots.boxes import BoxedTensor, Table, TensorFiles, check_boxes, read_table
+from shardwright.stages.train.snapshots.writer import SHARE, About, random_streams
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.errors import TrainError
-from pipeline.base.secrets import without_secrets
-from pipeline.base.stage import Inputs, flat
-from pipeline.config import Config
-from stages.train.snapshots import manifest
+from shardwright.pipeline.base.errors import TrainError
+from shardwright.pipeline.base.secrets import without_secrets
+from shardwright.pipeline.base.stage import Inputs, flat
+from shardwright.pipeline.config import Config
+from shardwright.stages.train.snapshots import manifest
 
 AUTO, NEVER = "auto", "never"
 # Keys of the train file that change neither a weight nor the order of the data. Any other key counts.

@@ -28,12 +28,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.base.errors import TrainError
-from pipeline.runtime.programs.mesh import is_first
-from stages.train.engines.engine import Engine
-from stages.train.ranks.joining import gathered
-from stages.train.snapshots import manifest
-from stages.train.snapshots.boxes import BoxedTensor, Place, SavedTensor, file_of, shared_out, write_boxes, write_table
+from shardwright.pipeline.base.errors import TrainError
+from shardwright.pipeline.runtime.programs.mesh import is_first
+from shardwright.stages.train.engines.engine import Engine
+from shardwright.stages.train.ranks.joining import gathered
+from shardwright.stages.train.snapshots import manifest
+from shardwright.stages.train.snapshots.boxes import (
+    BoxedTensor,
+    Place,
+    SavedTensor,
+    file_of,
+    shared_out,
+    write_boxes,
+    write_table,
+)
 
 About = dict[str, Any]  # the numbers beside the tensors
 Outcome = tuple[int, str]  # the same on all ranks: its step, and what went wrong; nothing: it is on the disk

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.base.errors import SolveError
+from shardwright.pipeline.base.errors import SolveError
 
 
 class NothingFound(SolveError):

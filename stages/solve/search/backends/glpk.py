@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.errors import SolveError
-from pipeline.config import Solve
-from stages.solve.search.backends import NothingFound, termination
+from shardwright.pipeline.base.errors import SolveError
+from shardwright.pipeline.config import Solve
+from shardwright.stages.solve.search.backends import NothingFound, termination
 
 _BOUND = re.compile(r"mip\s*=\s*(\S+)\s*>=\s*(\S+)")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.config import Solve
-from stages.solve.search.backends import NothingFound, termination
+from shardwright.pipeline.config import Solve
+from shardwright.stages.solve.search.backends import NothingFound, termination
 
 
 def solve(model: Any, settings: Solve, where: str) -> float:

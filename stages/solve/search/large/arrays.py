@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stages.solve.problem.data import Problem
-from stages.solve.search.large.loops import fill_matrices, fill_usages
+from shardwright.stages.solve.problem.data import Problem
+from shardwright.stages.solve.search.large.loops import fill_matrices, fill_usages
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -25,9 +25,16 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from stages.solve.search.large.arrays import Arrays, Floats, Ints, candidates, narrowed, offsets
-from stages.solve.search.large.loops import add_prices, beliefs, held_after, pass_messages, reverse_arcs, total_cost
-from stages.solve.search.large.partial_elimination import EliminationPlan, grow_ball, make_plan, solve_plan
+from shardwright.stages.solve.search.large.arrays import Arrays, Floats, Ints, candidates, narrowed, offsets
+from shardwright.stages.solve.search.large.loops import (
+    add_prices,
+    beliefs,
+    held_after,
+    pass_messages,
+    reverse_arcs,
+    total_cost,
+)
+from shardwright.stages.solve.search.large.partial_elimination import EliminationPlan, grow_ball, make_plan, solve_plan
 
 MOST_WORK = 30_000_000  # table entries of one plan
 MOST_LOOKS = 300_000_000  # entries that one plan looks at to fill them

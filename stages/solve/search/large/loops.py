@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.base.kernel_cache import kernel
+from shardwright.pipeline.base.kernel_cache import kernel
 
 Floats = NDArray[np.float64]
 

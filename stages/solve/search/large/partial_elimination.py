@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.base.kernel_cache import kernel
+from shardwright.pipeline.base.kernel_cache import kernel
 
 BLOCK = 128  # nodes whose least weight is kept together
 DIMS = 24  # of a table at most: entries are at most 2 ** 23

@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stages.solve.problem.data import FORBIDDEN, Array, Edge, Holding, Node, Problem, Share
-from stages.solve.problem.made_once import MadeOnce
+from shardwright.stages.solve.problem.data import FORBIDDEN, Array, Edge, Holding, Node, Problem, Share
+from shardwright.stages.solve.problem.made_once import MadeOnce
 
 MOST_READERS = 6  # of a share, for a node per reader: they know of one another
 

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from stages.solve.problem.data import Edge, Holding, Node, Problem
-from stages.solve.search.large.arrays import Floats, Ints
-from stages.solve.search.large.loops import undominated
+from shardwright.stages.solve.problem.data import Edge, Holding, Node, Problem
+from shardwright.stages.solve.search.large.arrays import Floats, Ints
+from shardwright.stages.solve.search.large.loops import undominated
 
 Interval = tuple[int, int]
 

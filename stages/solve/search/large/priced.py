@@ -16,12 +16,12 @@ from contextlib import suppress
 
 import numpy as np
 
-from stages.solve.problem.data import Problem
-from stages.solve.search.elimination import FREE, Minimum, Prices
-from stages.solve.search.large.arrays import Floats, Ints, flatten
-from stages.solve.search.large.descent import MOST_TABLES, Searcher
-from stages.solve.search.large.plain import plain
-from stages.solve.search.large.presolve import NoChoice, Presolved, reduce
+from shardwright.stages.solve.problem.data import Problem
+from shardwright.stages.solve.search.elimination import FREE, Minimum, Prices
+from shardwright.stages.solve.search.large.arrays import Floats, Ints, flatten
+from shardwright.stages.solve.search.large.descent import MOST_TABLES, Searcher
+from shardwright.stages.solve.search.large.plain import plain
+from shardwright.stages.solve.search.large.presolve import NoChoice, Presolved, reduce
 
 PASSES, MOST_PASSES = 10, 400  # of messages: in a row, and in all for one answer
 RISE = 1e-6  # of the bound by a row of passes: below this they are done

@@ -1,0 +1,16 @@
+"""`python -m shardwright COMMAND`, and the console script `shardwright`."""
+
+import signal
+import sys
+
+
+def main() -> int:
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # while the rest is imported, Ctrl-C ends us without a word
+    from shardwright.stages.command_line import main as command
+
+    return command()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
