@@ -71,6 +71,26 @@ def command(help: str, *arguments: Argument) -> Callable[[Run], Run]:
     return register
 
 
+@command(
+    "write a project into a folder: conf/, dvc.yaml, a model that runs",
+    argument("folder", nargs="?", type=Path, default=Path(), help="made if it is not there (this one)"),
+)
+def init(root: Path, arguments: argparse.Namespace, log: Log) -> int:
+    from shardwright.stages.project.init import run as written
+
+    return written(root / arguments.folder)
+
+
+@command(
+    "bring a project of an older version forward, showing the difference",
+    argument("--show", action="store_true", help="write nothing"),
+)
+def upgrade(root: Path, arguments: argparse.Namespace, log: Log) -> int:
+    from shardwright.stages.project.upgrade import run as brought
+
+    return brought(root, arguments.show)
+
+
 @command("check the configuration: files, classes, one item of the data, devices")
 def check(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     from shardwright.pipeline.config import read_draft

@@ -53,7 +53,7 @@ def summarise(root: Path) -> str:
         lines += ["", "`shardwright calibrate` takes what was measured into the next prediction"]
     lines += ["", "artifacts", *places]
     lines += [f"MLflow store  {without_secrets(uri, uris=[uri]) if config.tracking.enabled else 'tracking is off'}"]
-    lines += [f"MLflow UI     {latest_run_url(root, config.tracking) or '`make ui`'}"]
+    lines += [f"MLflow UI     {latest_run_url(root, config.tracking) or '`shardwright ui`'}"]
     return "\n".join(lines)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from shardwright.pipeline.base.errors import ConfigError, Mistakes, ShardwrightError, nearest, refuse, shown
 from shardwright.pipeline.config.check import check, check_key, fields_of, mandatory
 from shardwright.pipeline.config.consistency import CHECKS, check_checkpoint, check_cluster
+from shardwright.pipeline.config.made_by import check_version
 from shardwright.pipeline.config.schema import GROUPS, Checkpoint, ClusterSettings, Config, Root, Solve, Train
 from shardwright.pipeline.config.source import UNREAD, Key, Source, listing, read
 
@@ -52,6 +53,7 @@ class Draft:
 
 def read_draft(root: Path, *, changed: dict[str, bytes] | None = None) -> Draft:
     """What is there, for who tells mistakes of other kinds with those of the files."""
+    check_version(root)
     mistakes = Mistakes()
     source = read(root, ROOT_FILE, (), changed)
     main: Root | None = None

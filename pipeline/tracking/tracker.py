@@ -182,7 +182,7 @@ def latest_run_url(root: Path, settings: Tracking) -> str | None:
     for name in reversed(executions(root) if settings.enabled else []):
         state = Spool(root, name, logging.getLogger(__name__)).state()
         if state.experiment_id and state.store == store.digest:
-            ui = "`make ui`, then http://{}:{}".format(*UI_ADDRESS)
+            ui = "`shardwright ui`, then http://{}:{}".format(*UI_ADDRESS)
             address = store.without_secrets(store.uri.rstrip("/")) if store.is_server else ui
             return address + CHART_PATH.format(id=state.experiment_id)
     return None

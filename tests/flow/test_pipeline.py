@@ -56,7 +56,7 @@ def test_summary_shows_the_plan_and_predicted_beside_measured(default: Project) 
         assert word in text, word
     for kind in KINDS.values():
         assert f"runs/{kind.stage}/{kind.file}" in text
-    assert "sqlite:///runs/mlflow.db" in text and "make ui" in text
+    assert "sqlite:///runs/mlflow.db" in text and "shardwright ui" in text
 
 
 def test_losses_are_those_of_plain_pytorch(default: Project) -> None:

@@ -152,7 +152,7 @@ def test_run_content(root, tmp_path, caplog):
     assert url.endswith(
         f"/#/experiments/{run.info.experiment_id}/runs?workflowType=machine_learning&compareRunsMode=CHART"
     )
-    assert "make ui" in url and not warnings(caplog)
+    assert "shardwright ui" in url and not warnings(caplog)
 
 
 def test_one_run_per_execution_with_cached_stages(root):

@@ -1,0 +1,211 @@
+"""`shardwright init` and `upgrade`: what is written, what is left alone, and what an older project becomes."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from shardwright import __version__
+from shardwright.pipeline.base.errors import ConfigError
+from shardwright.pipeline.base.log import get_log
+from shardwright.pipeline.base.stage import STAGES
+from shardwright.pipeline.config import load_config, read_draft
+from shardwright.pipeline.config.made_by import FILE, MadeBy, digest, made_by
+from shardwright.stages.check import check
+from shardwright.stages.command_line import main
+from shardwright.stages.project import init, upgrade
+from shardwright.stages.project.files import new_files
+
+OLD = Path(__file__).parent / "made_by_0_1_0"
+SOURCE = Path(__file__).parents[2]
+MINE = "module: {_target_: pipeline.models.mine.Net}  # in a copy\nbatch: {}\n"
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / ".git").mkdir()
+    assert init.run(tmp_path) == 0
+    return tmp_path
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    """As 0.1.0 had it: a copy of the repository, with a setting, a class and a stage of the user's own."""
+    shutil.copytree(OLD, tmp_path, dirs_exist_ok=True)
+    edit(tmp_path / "conf/config.yaml", "cluster: local_cpu", "cluster: preset_cpu")
+    edit(tmp_path / "conf/config.yaml", "solve: glpk", "solve: highs")
+    (tmp_path / "conf/model/mine.yaml").write_text(
+        "module: {_target_: pipeline.models.mine.Net}  # in a copy\nbatch: {}\n"
+    )
+    (tmp_path / "pipeline/models").mkdir(parents=True)
+    return tmp_path
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert text.count(old) == 1, (path, old)
+    path.write_text(text.replace(old, new))
+
+
+def texts(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+# -- init -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_new_project_is_valid_and_holds_every_file_of_conf(project, monkeypatch):
+    monkeypatch.chdir(project)
+    monkeypatch.syspath_prepend(project)
+    config = load_config(project)
+    assert config.choices["model"] == "my_model" and config.code == "my_model.py"
+    assert {str(path.relative_to(SOURCE)) for path in SOURCE.glob("conf/**/*.yaml")} <= set(texts(project))
+    assert made_by(project).version == __version__
+
+
+def test_stages_depend_on_the_version_and_not_on_source(project):
+    written = yaml.safe_load((project / "dvc.yaml").read_text())["stages"]
+    ours = yaml.safe_load((SOURCE / "dvc.yaml").read_text())["stages"]
+    assert set(written) == set(ours) > set(STAGES)
+    for name, stage in written.items():
+        assert stage["cmd"].startswith("shardwright ") and stage["deps"][0] == FILE, name
+        assert not [dep for dep in stage["deps"] if dep.startswith(("pipeline", "stages"))], name
+        for key in ("params", "outs", "metrics"):
+            assert stage.get(key) == ours[name].get(key), name
+
+
+def test_asked_again_it_changes_nothing(project, capsys):
+    edit(project / "conf/train/adamw.yaml", "steps: 20", "steps: 30")
+    (project / "conf/cluster/v100.yaml").unlink()
+    before = texts(project)
+    assert main_in(project, "init") == 0
+    assert texts(project) == before
+    assert "nothing was changed" in capsys.readouterr().out
+
+
+def test_what_was_cut_off_is_done_again(project):
+    (project / FILE).unlink()
+    (project / "conf/train/adamw.yaml").unlink()
+    assert init.run(project) == 0
+    assert texts(project).keys() - {FILE} == new_files().keys()
+
+
+def main_in(folder: Path, *words: str) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        return main(list(words))
+
+
+def test_a_folder_is_made_and_files_beside_it_stay(tmp_path, capsys):
+    (tmp_path / "dvc.yaml").write_text("stages: {}\n")
+    (tmp_path / "training").mkdir()
+    (tmp_path / "training/my_model.py").write_text("# mine\n")
+    assert main_in(tmp_path, "init", "training") == 0
+    assert (tmp_path / "training/my_model.py").read_text() == "# mine\n" and (tmp_path / "training" / FILE).exists()
+    out = capsys.readouterr().out
+    assert "left as they are: my_model.py" in out and "cd training" in out and "in no git repository" in out
+    assert "no_scm = true" in (tmp_path / "training/.dvc/config").read_text()
+
+
+@pytest.mark.parametrize(("name", "text"), [("dvc.yaml", "stages: {}\n"), ("conf/config.yaml", "lr: 1\n")])
+def test_files_of_the_same_name_are_not_taken_over(tmp_path, capsys, name, text):
+    (tmp_path / "conf").mkdir()
+    (tmp_path / name).write_text(text)
+    before = texts(tmp_path)
+    assert main_in(tmp_path, "init") == 2
+    error = capsys.readouterr().err
+    assert name in error and "shardwright init training" in error and len(error.splitlines()) == 1
+    assert texts(tmp_path) == before
+
+
+def test_a_file_in_the_way_is_named(tmp_path, capsys):
+    (tmp_path / "conf").write_text("")
+    assert main_in(tmp_path, "init") == 2
+    error = capsys.readouterr().err
+    assert "conf" in error and len(error.splitlines()) == 1 and not (tmp_path / FILE).exists()
+
+
+# -- versions ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_project_of_another_version_is_refused_with_both_ways_out(project, capsys):
+    edit(project / FILE, f'version: "{__version__}"', 'version: "0.0.9"')
+    with pytest.raises(ConfigError, match=r"shardwright upgrade.*shardwright==0\.0\.9"):
+        load_config(project)
+    assert main_in(project, "init") == 2
+
+
+@pytest.mark.parametrize("text", ["version: 3\nfiles: {}\n", "version: '1'\n", "- 1\n", ""])
+def test_a_damaged_version_file_is_told(project, text):
+    (project / FILE).write_text(text)
+    with pytest.raises(ConfigError, match=r"conf/shardwright\.yaml"):
+        load_config(project)
+
+
+# -- upgrade ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_project_of_0_1_0_is_brought_forward(old, capsys):
+    edit(old / "conf/train/adamw.yaml", "micro_batches: 1  #", "micro_batches: 2  # mine:")
+    assert main_in(old, "upgrade") == 0
+    config = load_config(old)
+    assert config.train.gradient_accumulation == 2
+    assert config.model.module["_target_"] == "shardwright.pipeline.models.gpt.build"
+    assert "gradient_accumulation: 2  # mine: forward" in (old / "conf/train/adamw.yaml").read_text()
+    assert "_target_: pipeline.models.mine.Net}  # in a copy" in (old / "conf/model/mine.yaml").read_text()
+    assert (old / "dvc.yaml").read_text() == new_files()["dvc.yaml"]
+    assert {"conf/measured/README.md", "conf/plan/README.md", "runs/.gitignore"} <= set(texts(old))
+    told = capsys.readouterr().out
+    assert "-micro_batches: 2" in told and "+gradient_accumulation: 2" in told and "from" not in told.split()[:1]
+    check(old, read_draft(old), get_log("test"))
+    before = texts(old)
+    assert main_in(old, "upgrade") == 0 and texts(old) == before
+    assert "nothing to do" in capsys.readouterr().out
+
+
+def test_stages_of_the_user_stay(old):
+    own = "  plot:\n    cmd: python plot.py  # mine\n    deps:\n      - runs/train/report.json\n"
+    (old / "dvc.yaml").write_text((old / "dvc.yaml").read_text() + own)
+    assert upgrade.run(old, only_show=False) == 0
+    stages = yaml.safe_load((old / "dvc.yaml").read_text())["stages"]
+    assert stages.pop("plot") == {"cmd": "python plot.py", "deps": ["runs/train/report.json"]}
+    assert stages == yaml.safe_load(new_files()["dvc.yaml"])["stages"]
+    assert "# mine" in (old / "dvc.yaml").read_text()
+
+
+def test_what_is_shown_is_not_written(old, capsys):
+    before = texts(old)
+    assert main_in(old, "upgrade", "--show") == 0
+    assert texts(old) == before and "+gradient_accumulation: 1" in capsys.readouterr().out
+
+
+def test_files_that_nobody_edited_become_those_of_today(project):
+    """A version whose adamw.yaml was another one, and which had no sgd.yaml; v100.yaml was removed by the user."""
+    adamw, highs = project / "conf/train/adamw.yaml", project / "conf/solve/highs.yaml"
+    edit(adamw, "steps: 20", "steps: 10")
+    texts_then = {path: text for path, text in texts(project).items() if path not in (FILE, "conf/train/sgd.yaml")}
+    then = MadeBy("0.1.9", {path: digest(text) for path, text in texts_then.items()})
+    (project / FILE).write_text(then.text())
+    edit(highs, "gap: 1e-6", "gap: 1e-3")
+    for gone in ("conf/train/sgd.yaml", "conf/cluster/v100.yaml"):
+        (project / gone).unlink()
+    assert upgrade.run(project, only_show=False) == 0
+    assert "steps: 20" in adamw.read_text() and "gap: 1e-3" in highs.read_text()
+    assert (project / "conf/train/sgd.yaml").exists() and not (project / "conf/cluster/v100.yaml").exists()
+    assert made_by(project).version == __version__
+
+
+def test_code_that_imports_the_old_names_is_named(old, capsys):
+    (old / "pipeline/__init__.py").write_text("")
+    (old / "my_ops.py").write_text("import torch\nfrom pipeline.ops import register\n")
+    assert upgrade.run(old, only_show=True) == 0
+    told = capsys.readouterr().out
+    assert "my_ops.py: import shardwright.pipeline" in told and "no longer read" in told and "pipeline/" in told
+
+
+def test_no_project_is_told(tmp_path, capsys):
+    assert main_in(tmp_path, "upgrade") == 2
+    assert "shardwright init" in capsys.readouterr().err
