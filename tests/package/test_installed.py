@@ -18,7 +18,7 @@ import shardwright
 
 SOURCE = Path(__file__).parents[2]
 TINY = {
-    "conf/config.yaml": (("local_cpu", "preset_cpu"), ("solve: glpk", "solve: highs"), ("enabled: true", "enabled: false")),
+    "conf/config.yaml": (("local_cpu", "preset_cpu"), ("glpk\n", "highs\n"), ("enabled: true", "enabled: false")),
     "conf/model/my_model.yaml": (("width: 128", "width: 32"), ("layers: 4", "layers: 2")),
     "conf/solve/highs.yaml": (("frontier_points: 6", "frontier_points: 2"),),
     "conf/train/adamw.yaml": (("steps: 20", "steps: 2"),),
