@@ -51,6 +51,8 @@ def run(folder: Path, only_show: bool) -> int:
 def _copy(folder: Path) -> MadeBy:
     """Of the repository, before there was `init`."""
     path = folder / "dvc.yaml"
+    if (folder / "shardwright/__init__.py").is_file():
+        raise ProjectError("is the repository of shardwright itself", where=str(folder), remedy="`git pull` renews it")
     if not (folder / "conf/config.yaml").is_file() or not path.is_file() or not COPIED.search(path.read_text()):
         raise ProjectError("is no project", where=str(folder), remedy="`shardwright init` makes one")
     return MadeBy("0.1.0", {})

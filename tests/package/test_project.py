@@ -206,6 +206,14 @@ def test_code_that_imports_the_old_names_is_named(old, capsys):
     assert "my_ops.py: import shardwright.pipeline" in told and "no longer read" in told and "pipeline/" in told
 
 
+def test_the_repository_itself_is_no_project(old, capsys):
+    (old / "shardwright").mkdir()
+    (old / "shardwright/__init__.py").write_text("")
+    before = texts(old)
+    assert main_in(old, "upgrade") == 2 and texts(old) == before
+    assert "git pull" in capsys.readouterr().err
+
+
 def test_no_project_is_told(tmp_path, capsys):
     assert main_in(tmp_path, "upgrade") == 2
     assert "shardwright init" in capsys.readouterr().err
