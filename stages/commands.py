@@ -264,7 +264,12 @@ def _described(settings: ClusterSettings) -> Cluster:
     argument("--solve", action="store_true", help="solve all else again with each option fixed"),
     argument("--seconds", type=_positive, default=5, help="that each of these may take (5)"),
     argument("--most", type=_positive, default=10, help="options that are priced in full (10)"),
-    argument("--diff", nargs=2, metavar="RUNS", help="two run folders: what changed, and the time with it"),
+    argument(
+        "--diff",
+        nargs=2,
+        metavar="RUNS",
+        help="what changed: two folders, git revisions or experiments",
+    ),
     argument("--json", action="store_true", help="the same facts as JSON"),
 )
 def explain(root: Path, arguments: argparse.Namespace, log: Log) -> int:

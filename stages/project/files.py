@@ -45,7 +45,7 @@ def needed_files() -> dict[str, str]:
 
 
 def dvc_yaml() -> str:
-    text = (PACKAGE / "dvc.yaml").read_text().replace("cmd: python -m stages ", "cmd: shardwright ")
+    text = (PACKAGE / "seven_stages.yaml").read_text().replace("cmd: python -m stages ", "cmd: shardwright ")
     return OURS.sub("", text).replace("    deps:\n", f"    deps:\n      - {FILE}\n")
 
 

@@ -100,7 +100,7 @@ def test_a_stage_that_is_done_runs_again_and_no_other(project: Project, command:
 
 @documented("shardwright cluster", "shardwright solve", "shardwright train", "shardwright train -v")
 def test_one_stage_without_dvc(project: Project, command: str) -> None:
-    stage = command.split()[3]
+    stage = command.split()[1]
     said = run(project, command).err
     assert f"[{stage}] wrote {KINDS[SPECS[stage].writes].path(project.root).relative_to(project.root)}" in said
     assert ("plan.json is sha256:" in said) is command.endswith("-v")
@@ -184,7 +184,7 @@ TIGHT = "cluster=preset_cpu solve.memory_budget_gb=0.02"
     f"shardwright whatif sequence {TIGHT} --step 64",
 )
 def test_the_largest_that_fits(project: Project, command: str) -> None:
-    question, step = command.split()[4], int((re.findall(r"--step (\d+)", command) or ["2"])[0])
+    question, step = command.split()[2], int((re.findall(r"--step (\d+)", command) or ["2"])[0])
     found = re.search(rf"the largest {question} that fits is (\d+); (\d+) does not", run(project, command).out)
     assert found is not None and int(found[2]) - int(found[1]) == step and int(found[1]) % step == 0
 
@@ -217,7 +217,7 @@ def test_clusters(project: Project, command: str) -> None:
 @documented("shardwright sweep cluster=preset_cpu,single_cpu solve.memory_budget_gb=0.02")
 def test_a_sweep_without_a_file(project: Project, command: str) -> None:
     """Its points are those of the page, and are accepted; test_sweeps.py runs one such."""
-    points = points_of(command.split()[4:])
+    points = points_of(command.split()[2:])
     found = [try_settings(project.root, point) for point in points]
     assert [config.cluster.devices for config in found] == [2, 1]
     assert [config.solve.memory_budget_gb for config in found] == [0.02, 0.02]
@@ -233,6 +233,20 @@ def test_points_of_a_sweep(project: Project, command: str) -> None:
     assert [row["experiment"] for row in points[:-1]] == [f"{name}-{n}" for n in range(1, len(points))]
     assert {row["experiment"] for row in points[:-1]} <= experiments(project)
     assert "no plan fits" in points[-1]["reason"] and (project.root / f"runs/sweep/{name}/1.log").is_file()
+
+
+@documented("shardwright explain --diff HEAD NAME")
+def test_an_experiment_beside_a_revision(project: Project, command: str) -> None:
+    name = next(name for name in sorted(experiments(project)) if name.startswith("budgets"))
+    project.repro("checkpoint").ok()
+    project.commit()
+    told = run(project, command.replace("NAME", name)).out
+    assert told.startswith(f"HEAD -> {name}: ") and "solve.memory_budget_gb: None -> 0.04" in told
+    unknown = call(project, command.replace("NAME", "no-such"))
+    assert unknown.status == 2 and "no such folder, revision or experiment" in unknown.err
+    project.git("rm", "--quiet", "--cached", "dvc.lock")
+    project.git("commit", "--quiet", "--message", "without its run")
+    assert "its run is not in DVC's cache" in call(project, command.replace("NAME", name)).refused()
 
 
 @documented("dvc exp apply NAME")

@@ -6,7 +6,9 @@ import argparse
 import json
 import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from shardwright.pipeline.base import artifacts
@@ -20,7 +22,8 @@ from shardwright.pipeline.ops.discovery.remembered import remember_in
 from shardwright.stages.solve.explain.diff import Changed, Diff, Facts, changes, explain_diff
 from shardwright.stages.solve.explain.one import SubjectKind, SubjectSummary, explain_one, find_subject, home_of
 from shardwright.stages.solve.explain.options import Evaluate, Options
-from shardwright.stages.solve.explain.priced_run import KINDS, ExplainError, PlannedRun, planned
+from shardwright.stages.solve.explain.priced_run import KINDS, PlannedRun, planned
+from shardwright.stages.solve.explain.revision import lay_out
 from shardwright.stages.solve.explain.text import diff_text, module_text, one_text, whole_text
 from shardwright.stages.solve.explain.whole import Module, PlanSummary, explain_module, explain_whole
 
@@ -61,17 +64,25 @@ def _of_one(root: Path, asked: argparse.Namespace, evaluate: Evaluate, log: Log)
     return explain_one(plan, options, subject, asked.most, asked.seconds if asked.solve else None)
 
 
-def _of_two(root: Path, folders: list[str]) -> Diff:
-    before, after = (_read_run(root, folder) for folder in folders)
-    settings = _settings(before, after, *(_configuration(root, folder) for folder in folders))
-    return explain_diff(before, after, (folders[0], folders[1]), settings)
+def _of_two(root: Path, names: list[str]) -> Diff:
+    """Each a folder, a git revision or a DVC experiment."""
+    with ExitStack() as places:
+        folders = [name if (root / name).is_dir() else _laid_out(root, name, places) for name in names]
+        before, after = (_read_run(root, folder) for folder in folders)
+        settings = _settings(before, after, *(_configuration(root, folder) for folder in folders))
+    return explain_diff(before, after, (names[0], names[1]), settings)
+
+
+def _laid_out(root: Path, revision: str, places: ExitStack) -> str:
+    folder = places.enter_context(TemporaryDirectory(prefix="shardwright-"))
+    own = [artifacts.KINDS[kind] for kind in KINDS]
+    lay_out(root, revision, [f"runs/{kind.stage}/{kind.file}" for kind in own], Path(folder))
+    return folder
 
 
 def _read_run(root: Path, folder: str) -> PlannedRun:
     """Of a folder of artifacts, such as runs/ or a copy of it; or of a project that has one."""
     place = Path(folder) / "runs" if (root / folder / "runs").is_dir() else Path(folder)
-    if not (root / place).is_dir():
-        raise ExplainError("there is no such folder", where=folder, remedy="name a copy of runs/, or a project")
     known = artifacts.KINDS
     found = {
         kind: artifacts.load_saved(str(place / known[kind].stage / known[kind].file), root, (kind,)) for kind in KINDS

@@ -1,0 +1,29 @@
+"""The run of a git revision or a DVC experiment: artifacts and settings from DVC's cache, laid out as in a project."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from shardwright.stages.solve.explain.priced_run import ExplainError
+
+
+def lay_out(root: Path, revision: str, files: Iterable[str], folder: Path) -> None:
+    """`files` by their path in the project; and conf/, whole."""
+    from dvc.api import DVCFileSystem  # two seconds
+    from dvc.exceptions import DvcException
+    from dvc.scm import SCMError
+
+    try:
+        there = DVCFileSystem(str(root), rev=revision)
+        for file in files:
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            there.get_file(file, str(folder / file))
+        there.get("conf", str(folder / "conf"), recursive=True)
+    except SCMError as error:
+        remedy = "name a copy of runs/, a project, a git revision or an experiment of `dvc exp show`"
+        raise ExplainError("there is no such folder, revision or experiment", where=revision, remedy=remedy) from error
+    except (DvcException, OSError) as error:
+        what = f"its run is not in DVC's cache: {error}"
+        remedy = f"`git checkout {revision}` and `dvc repro checkpoint` make it"
+        raise ExplainError(what, where=revision, remedy=remedy) from error
