@@ -33,6 +33,7 @@ NOT_RUN = {
     r"make .*": "makes an environment: tests/flow/test_cli.py asks make what it would do",
     r"source .*|pre-commit .*|pip .*|apt-get .*": "changes the reader's environment",
     r"git clone .*": "needs the address of the project",
+    r"shardwright init": "needs a folder that is no project: tests/package/test_project.py",
     r"shardwright upgrade.*": "needs a project of an older version: tests/package/test_project.py",
     r"shardwright ui": "serves until it is stopped; its command is in tests/pipeline/test_tracking.py",
     r"python -m benchmarks\..*": "minutes to hours, or a GPU; some parts: tests/stages/test_overhead_benchmark.py",
