@@ -113,7 +113,8 @@ def as_source(path: str, content: str) -> str:
 
 
 def api() -> str:
-    return "\n".join(f"## {title}\n\n`{name}`\n\n{section(name)}" for name, title in API.items())
+    told = ((name, title, section(name)) for name, title in API.items())
+    return "\n".join(f"## {title}\n\n`{name}`\n\n{entries}" for name, title, entries in told if entries)
 
 
 def section(name: str) -> str:

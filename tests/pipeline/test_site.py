@@ -48,7 +48,9 @@ def test_links_out_of_docs_lead_to_pages_of_the_site(tmp_path: Path) -> None:
     site = tmp_path / "build/site"
     seen = set()
     for page in set(site.rglob("*.html")) - {site / "404.html"}:
-        for link in re.findall(r'href="([^"#:]+)[#"]', page.read_text()):
+        text = page.read_text()
+        assert not re.search(r'<(?:script|link|img|iframe)[^>]+(?:src|href)="?https?:', text), "fetched from elsewhere"
+        for link in re.findall(r'href="([^"#:]+)[#"]', text):
             assert (page.parent / link).is_file(), f"{page}: {link}"
             seen.add((page.parent / link).resolve().relative_to(site.resolve()).as_posix())
     outside = {f"repository/{path}.html" for path in ("CONTRIBUTING", "conf/index", "conf/one.yaml")}
