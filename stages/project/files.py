@@ -18,7 +18,7 @@ CHOICES = {"model": "my_model", "data": "my_data", "code": "my_model.py"}
 OURS = re.compile(r"      - (?:pipeline|stages)/\S+\n")
 # What dvc.yaml needs, beside it.
 DVC = {
-    ".dvc/config": "[core]\n    analytics = false\n    check_update = false\n",
+    ".dvc/config": "[core]\n    analytics = false\n    check_update = false\n[plots]\n    out_dir = runs/plots\n",
     ".dvc/.gitignore": "/config.local\n/tmp\n/cache\n",
     ".dvcignore": "# Never a reason to run a stage again.\n__pycache__\n*.pyc\nREADME.md\n.venv\n",
     "runs/.gitignore": "*\n!.gitignore\n",

@@ -1,8 +1,8 @@
 """`shardwright upgrade`: a project of an older version, brought forward; the difference is shown.
 
 A file that the user has not edited becomes what a new project has. In others below conf/, keys and classes that have
-other names now get these; in dvc.yaml our stages are those of today, and the user's stay. Before 0.2.0 a project was a
-copy of the whole repository: of that, conf/ and dvc.yaml are brought forward.
+other names now get these; in dvc.yaml our stages and plots are those of today, and the user's stay. Before 0.2.0 a
+project was a copy of the whole repository: of that, conf/ and dvc.yaml are brought forward.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import difflib
 import io
 import re
 from pathlib import Path
+from typing import Any
 
 from ruamel.yaml import YAML
 
@@ -79,12 +80,20 @@ def _with_our_stages(text: str, today: str) -> str:
     yaml.indent(mapping=2, sequence=4, offset=2)
     theirs, ours = yaml.load(text), YAML().load(today)
     own = {name: stage for name, stage in theirs["stages"].items() if name not in ours["stages"]}
-    if not own and theirs.get("vars") == ours.get("vars"):
+    names = [_name(plot) for plot in ours["plots"]]
+    plots = [plot for plot in theirs.get("plots", ()) if _name(plot) not in names]
+    if not own and not plots and theirs.get("vars") == ours.get("vars"):
         return today
     theirs["stages"] = {**ours["stages"], **own}
+    theirs["plots"] = [*ours["plots"], *plots]
     out = io.StringIO()
     yaml.dump(theirs, out)
     return out.getvalue()
+
+
+def _name(plot: str | dict[str, Any]) -> str:
+    """Of a row of `plots`: a file, or a name with what it draws."""
+    return plot if isinstance(plot, str) else next(iter(plot))
 
 
 def _difference(path: str, old: str, new: str) -> list[str]:

@@ -37,6 +37,7 @@ NOT_RUN = {
     r"shardwright upgrade.*": "needs a project of an older version: tests/package/test_project.py",
     r"shardwright ui": "serves until it is stopped; its command is in tests/pipeline/test_tracking.py",
     r"python -m benchmarks\..*": "minutes to hours, or a GPU; some parts: tests/stages/test_overhead_benchmark.py",
+    r"python -m docs\.site\.gallery|dvc exp run .*(=1f1b|:memory_budget).*": "minutes: docs/site/gallery.py runs it",
     r"python -m pytest .*": "an op of the reader's",
     r"python -m torch\.distributed\.run .*": "needs a GPU",
     r"python -m shardwright\.stages\.cluster\.join .*": "several hosts: tests/flow/test_cluster_hosts.py runs it",

@@ -67,8 +67,9 @@ def test_a_new_project_is_valid_and_holds_every_file_of_conf(project, monkeypatc
 
 
 def test_stages_depend_on_the_version_and_not_on_source(project):
-    written = yaml.safe_load((project / "dvc.yaml").read_text())["stages"]
-    ours = yaml.safe_load((SOURCE / "dvc.yaml").read_text())["stages"]
+    both = (yaml.safe_load((folder / "dvc.yaml").read_text()) for folder in (project, SOURCE))
+    (written, plots), (ours, our_plots) = ((each["stages"], each["plots"]) for each in both)
+    assert plots == our_plots
     assert set(written) == set(ours) > set(STAGES)
     for name, stage in written.items():
         assert stage["cmd"].startswith("shardwright ") and stage["deps"][0] == FILE, name
@@ -168,11 +169,13 @@ def test_a_project_of_0_1_0_is_brought_forward(old, capsys):
 
 def test_stages_of_the_user_stay(old):
     own = "  plot:\n    cmd: python plot.py  # mine\n    deps:\n      - runs/train/report.json\n"
+    own += "plots:\n  - mine.csv\n  - loss:\n      x: an older one\n  - rate:\n      x: step\n"
     (old / "dvc.yaml").write_text((old / "dvc.yaml").read_text() + own)
     assert upgrade.run(old, only_show=False) == 0
-    stages = yaml.safe_load((old / "dvc.yaml").read_text())["stages"]
-    assert stages.pop("plot") == {"cmd": "python plot.py", "deps": ["runs/train/report.json"]}
-    assert stages == yaml.safe_load(new_files()["dvc.yaml"])["stages"]
+    written, ours = (yaml.safe_load(text) for text in ((old / "dvc.yaml").read_text(), new_files()["dvc.yaml"]))
+    assert written["stages"].pop("plot") == {"cmd": "python plot.py", "deps": ["runs/train/report.json"]}
+    assert written["stages"] == ours["stages"]
+    assert written["plots"] == [*ours["plots"], "mine.csv", {"rate": {"x": "step"}}]
     assert "# mine" in (old / "dvc.yaml").read_text()
 
 
