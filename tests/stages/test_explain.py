@@ -28,7 +28,7 @@ from shardwright.pipeline.sharding.lowering import with_paths
 from shardwright.stages.checkpoint.choose import choose, evaluate
 from shardwright.stages.command_line import main
 from shardwright.stages.profile.by_table import profile_graph
-from shardwright.stages.solve.explain.diff import explain_diff
+from shardwright.stages.solve.explain.diff import CostChange, explain_diff
 from shardwright.stages.solve.explain.one import Subject, SubjectKind, explain_one, find_subject
 from shardwright.stages.solve.explain.options import Options, OptionVerdict
 from shardwright.stages.solve.explain.priced_run import ExplainError, ItemKind, PlannedRun, planned
@@ -349,6 +349,10 @@ def test_recompute_accounts_for_its_time():
 def test_a_plan_and_itself():
     plan = planned_of("mlp")
     assert text_of(explain_diff(plan, plan, ("a", "b"))).endswith("nothing changed")
+
+
+def test_sums_of_another_order_are_no_difference():
+    assert CostChange("compute", 0.1 + 0.2, 0.3).difference == 0 < CostChange("compute", 0.3, 0.3000001).difference
 
 
 # ------------------------------------------------------------------------------------------------------ a pipeline
