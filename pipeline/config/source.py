@@ -91,6 +91,10 @@ def read(root: Path, name: str, prefix: Key, changed: dict[str, bytes] | None = 
     return parse(name, prefix, read_bytes(root, name))
 
 
+def read_text(root: Path, name: str) -> str:
+    return _decode(name, read_bytes(root, name))
+
+
 def read_bytes(root: Path, name: str) -> bytes:
     path = root / name
     try:
