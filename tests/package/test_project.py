@@ -146,6 +146,12 @@ def test_a_file_in_the_way_is_named(tmp_path, capsys):
     assert "conf: is in the way" in error and len(error.splitlines()) == 1 and texts(tmp_path) == {"conf": ""}
 
 
+def test_the_version_is_told(capsys):
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"shardwright {__version__}\n"
+
+
 # -- versions ---------------------------------------------------------------------------------------------------------
 
 
