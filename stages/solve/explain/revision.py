@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from shardwright.pipeline.base.revision import files_of
 from shardwright.stages.solve.explain.priced_run import ExplainError
 
 
 def lay_out(root: Path, revision: str, files: Iterable[str], folder: Path) -> None:
     """`files` by their path in the project; and conf/, whole."""
     from dvc.exceptions import DvcException, NotDvcRepoError  # two seconds
-    from dvc.repo import Repo
     from dvc.scm import SCMError
     from scmrepo.exceptions import SCMError as GitError
 
     try:
-        with Repo(str(root)) as project, project.switch(revision):  # also where the project is a folder below git's
-            there = project.dvcfs
+        with files_of(root, revision) as there:
             for file in files:
                 (folder / file).parent.mkdir(parents=True, exist_ok=True)
                 there.get_file(file, str(folder / file))

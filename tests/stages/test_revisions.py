@@ -1,4 +1,4 @@
-"""What `explain --diff` takes from a git revision: artifacts from DVC's cache, and settings."""
+"""What `explain --diff` and `sweep` take from a git revision: artifacts from DVC's cache, settings, summaries."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from shardwright.stages.solve.explain.priced_run import ExplainError
 from shardwright.stages.solve.explain.revision import lay_out
+from shardwright.stages.sweep.experiments import metrics_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:_NoneStep.value:DeprecationWarning")  # of DVC
 
@@ -28,9 +29,10 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "conf/config.yaml").write_text("model: mine\n")
     (root / ARTIFACT).parent.mkdir(parents=True)
     (root / ARTIFACT).write_text("{}")
+    (root / "runs/trace/summary.json").write_text('{"ops": 3}')
     subprocess.run((*GIT, "init", "-q", str(top)), check=True)
     with Repo.init(str(root), subdir=True) as repo:
-        repo.add(str(root / ARTIFACT))
+        repo.add([str(root / ARTIFACT), str(root / "runs/trace/summary.json")])
     subprocess.run((*GIT, "add", "--all"), cwd=top, check=True)
     subprocess.run((*GIT, "commit", "-qm", "a run"), cwd=top, check=True)
     (root / ARTIFACT).write_text("[]")
@@ -42,6 +44,11 @@ def test_a_project_below_the_root_of_git(project, tmp_path):
     lay_out(project, "HEAD", [ARTIFACT], tmp_path)
     assert (tmp_path / ARTIFACT).read_text() == "{}"
     assert (tmp_path / "conf/config.yaml").read_text() == "model: mine\n"
+
+
+def test_summaries_of_an_experiment(project):
+    (project / "runs/trace/summary.json").write_text('{"ops": 4}')
+    assert metrics_of(project, "HEAD", ["trace"]) == {"trace": {"ops": 3}}
 
 
 @pytest.mark.parametrize("revision", ["no-such", "HEAD~7"])
