@@ -35,7 +35,7 @@ def run(folder: Path) -> int:
     refuse_in_the_way(folder, written)
     write(folder, written, made or made_today(found))
     if made and written:
-        say(f"wrote again, since no stage runs without: {', '.join(written)}")
+        say(f"wrote again what the project needs: {', '.join(written)}")
     else:
         tell(folder, written, kept=[path for path in found if path not in missing], deleted=deleted)
     return 0
