@@ -1,6 +1,7 @@
 # make run   set up, run the pipeline, print the summary        make test  set up, run the whole test suite
 # make ui    the MLflow UI on 127.0.0.1                         make lint  formatting, lint and types
 # make verify  hold the written program against the unsplit module, in float64
+# make site  docs/ as a site, build/site/index.html; a link that leads nowhere is an error
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,7 +13,7 @@ export PYTHONUNBUFFERED = 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := run
-.PHONY: run test test-oldest test-newest verify ui lint format docs setup clean
+.PHONY: run test test-oldest test-newest verify ui lint format docs site setup clean
 
 setup: $(VENV)/ready
 
@@ -21,7 +22,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	  { echo "error: Python 3.11 or newer is needed, $(PYTHON) is $$($(PYTHON) --version 2>&1)"; \
 	    echo "       name another one: make run PYTHON=python3.11"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e '.[dev,hf]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e '.[dev,docs,hf]'
 	@touch $@
 
 run: setup
@@ -55,6 +56,9 @@ lint: setup
 format: setup
 	@ruff check --fix .
 	@ruff format .
+
+site: setup
+	@NO_MKDOCS_2_WARNING=1 python -m mkdocs build --quiet --strict
 
 docs: setup
 	@python -m shardwright.pipeline.config > docs/configuration.md

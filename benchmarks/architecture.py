@@ -12,7 +12,7 @@ import ast
 import json
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -106,7 +106,8 @@ def _parameters(node: Any) -> int:
 # ----------------------------------------------------------------------------------------------------------- imports
 
 
-def imports(path: Path) -> Iterator[Path]:
+@cache
+def imports(path: Path) -> tuple[Path, ...]:
     """The files of ours that a file imports, wherever the import stands; not for types alone."""
     for_types = {
         id(inner)
@@ -114,6 +115,7 @@ def imports(path: Path) -> Iterator[Path]:
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
         for inner in ast.walk(node)
     }
+    every: list[Path] = []
     for node in ast.walk(tree(path)):
         names: list[str] = []
         if isinstance(node, ast.Import):
@@ -122,7 +124,8 @@ def imports(path: Path) -> Iterator[Path]:
             within = [f"{node.module}.{each.name}" for each in node.names]
             names = within if all(_file_of(name) for name in within) else [node.module, *within]
         found = {_file_of(name) for name in names if id(node) not in for_types}
-        yield from sorted(each for each in found if each is not None)
+        every += sorted(each for each in found if each is not None)
+    return tuple(every)
 
 
 def _file_of(module: str) -> Path | None:

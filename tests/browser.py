@@ -139,8 +139,9 @@ class Page:
     def prefer(self, scheme: str) -> None:
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
-    def picture(self, path: Path) -> None:
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", captureBeyondViewport=True)["data"]))
+    def picture(self, path: Path, **of: Any) -> None:
+        found = self.call("Page.captureScreenshot", captureBeyondViewport=True, **of)
+        path.write_bytes(base64.b64decode(found["data"]))
 
 
 @contextlib.contextmanager

@@ -152,11 +152,11 @@ def _edited(place: Place, data: dict[str, Any], change: Any, what: str) -> Mutat
 
 
 def _unknown_keys(places: list[Place], data: dict[str, Any]) -> st.SearchStrategy[Mutation]:
-    """A key that no schema has ('zz' ends none), beside a known one or instead of it."""
+    """A key that no schema has ('zz' ends none), beside a known one or in place of one that nobody must give."""
 
     def add(place: Place, letters: str, rename: bool) -> Mutation:
         def change(mapping: dict[str, Any], key: str) -> None:
-            mapping[f"{key}{letters}zz"] = mapping.pop(key, 1) if rename else 1
+            mapping[f"{key}{letters}zz"] = mapping.pop(key, 1) if rename and not place.mandatory else 1
 
         return _edited(place, data, change, f"unknown key {letters}zz")
 

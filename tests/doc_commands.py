@@ -176,7 +176,7 @@ def _refused_setting(setting: str, root: Path, scratch: Path) -> str | None:
         return f"no file {file}"
     if file != "conf/config.yaml":
         _set(scratch / "conf/config.yaml", Path(file).parent.name, Path(file).stem)
-    _set(scratch / file, key, yaml.safe_load(value))
+    _set(scratch / file, key.removeprefix("+"), yaml.safe_load(value))
     try:
         load_config(scratch)
     except ShardwrightError as error:

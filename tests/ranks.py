@@ -17,7 +17,7 @@ import torch.distributed as dist
 from shardwright.pipeline.runtime.programs.mesh import set_mesh
 
 AXIS = "d0"
-COLLECTIVE_S = 200  # a rank may have to wait for a core; one that failed closes its connections
+COLLECTIVE_S = 800  # a rank may have to wait for a core; one that failed closes its connections
 # Imported once for all ranks of all tests: what most modules of tests import takes a rank longer than its work.
 PRELOADED = ("torch", "torch._dynamo", "pytest", "hypothesis", "tests.plans", "tests.storage_plans", "tests.mesh_plans")
 
@@ -26,7 +26,7 @@ def run_ranks(
     ranks: int,
     function: Callable[..., Any],
     *arguments: Any,
-    limit_s: float = 240,
+    limit_s: float = 900,  # on a machine with ten times as many processes as cores, too
     collective_s: float = COLLECTIVE_S,
 ) -> list[Any]:
     """Calls `function(*arguments)` on that many ranks of the axis `d0`; the function must be importable."""

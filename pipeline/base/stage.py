@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,9 @@ class Inputs:
         return self.artifacts[kind].body
 
 
+Rows = Sequence[Mapping[str, float | None]]  # all with the same keys
+
+
 @dataclass(frozen=True)
 class Result:
     """What a stage made: the body of its artifact, and figures for the summary and the tracked run."""
@@ -69,6 +72,7 @@ class Result:
     body: Any
     figures: Figures
     files: tuple[Path, ...] = field(default=())  # further files for the tracked run
+    curves: Mapping[str, Rows] = field(default_factory=dict)  # by the name of the file that `dvc plots` draws
     settle: Callable[[], None] = lambda: None  # once all that is on the disk: until then the stage can be killed
 
 
@@ -99,6 +103,8 @@ def execute(stage: StageSpec, run: Callable[[Inputs, Config], Result], root: Pat
                 for file, content in ((summary.name, figures), ("metrics.json", headlines(stage.name, figures))):
                     if content:
                         write_atomic(summary.with_name(file), (json.dumps(content, indent=1) + "\n").encode())
+                for name, rows in result.curves.items():
+                    write_atomic(summary.with_name(f"{name}.json"), _as_lines(rows))
                 result.settle()
         except ShardwrightError as error:
             track(_record(stage, config, {}, status="failed", error=error.line()), found.get("plan"))
@@ -107,6 +113,11 @@ def execute(stage: StageSpec, run: Callable[[Inputs, Config], Result], root: Pat
         plan = made if made.kind == "plan" else found.get("plan")
         track(_record(stage, config, figures, (path, *result.files)), plan)
         return made
+
+
+def _as_lines(rows: Rows) -> bytes:
+    """A list that DVC draws from: it reads no lists of plain numbers, and mixes all lists of a file."""
+    return ("[\n" + ",\n".join(json.dumps(dict(row)) for row in rows) + "\n]\n").encode()
 
 
 def read(kinds: Iterable[str], root: Path) -> tuple[Config, dict[str, Artifact]]:

@@ -13,7 +13,11 @@ from shardwright.pipeline.config.schema import GROUPS, Experiment, KeyRule, Root
 _HEAD = """\
 # Configuration
 
-This page is written from the schemas in `pipeline/config/schema.py` by
+Every key of `conf/`: its type, what it may be, its default. What is written there is checked by
+
+    shardwright check
+
+This page is made from `pipeline/config/schema.py` by
 `python -m shardwright.pipeline.config > docs/configuration.md`. Do not edit it.
 
 `conf/config.yaml` names one file of each group, without its ending: `solve: glpk` chooses `conf/solve/glpk.yaml`. To

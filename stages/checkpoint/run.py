@@ -15,6 +15,7 @@ from shardwright.pipeline.ops.discovery.remembered import remember_in
 from shardwright.pipeline.ops.uneven import uneven_in
 from shardwright.stages.checkpoint.captured import captured_or_not
 from shardwright.stages.checkpoint.choose import choose
+from shardwright.stages.checkpoint.curves import memory_curve, plan_points
 from shardwright.stages.checkpoint.describe import describe
 from shardwright.stages.checkpoint.pipelines.pipelined import find_pipelines
 from shardwright.stages.checkpoint.recompute.released import released
@@ -43,7 +44,8 @@ def run(inputs: Inputs, config: Config) -> Result:
     inputs.log.info(describe(graph, plan))
     remember_in(inputs.root / "runs" / "ops")
     whole = whole_ops_of(plan, graph, profile, cluster)
-    return Result(plan, figures(plan) | figures_of(whole))
+    curves = {"memory": memory_curve(plan), "plans": plan_points(plan, frontier)}
+    return Result(plan, figures(plan) | figures_of(whole), curves=curves)
 
 
 def figures(plan: Plan) -> dict[str, float | int | str]:

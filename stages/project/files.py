@@ -19,7 +19,7 @@ OURS = re.compile(r"      - (?:pipeline|stages)/\S+\n")
 # What git and DVC need, beside dvc.yaml.
 DVC = {
     ".gitignore": "__pycache__/\n.venv/\n",
-    ".dvc/config": "[core]\n    analytics = false\n    check_update = false\n",
+    ".dvc/config": "[core]\n    analytics = false\n    check_update = false\n[plots]\n    out_dir = runs/plots\n",
     ".dvc/.gitignore": "/config.local\n/tmp\n/cache\n",
     ".dvcignore": "# Never a reason to run a stage again.\n__pycache__\n*.pyc\nREADME.md\n.venv\n",
     "runs/.gitignore": "*\n!.gitignore\n",

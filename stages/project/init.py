@@ -13,7 +13,7 @@ from shardwright.pipeline.base.log import say
 from shardwright.pipeline.config.made_by import FILE, MadeBy, check_version, made_by, made_today
 from shardwright.stages.project.files import needed_files, new_files
 
-NO_GIT = "\n    no_scm = true\n"  # DVC refuses to work outside git unless it is told to
+NO_GIT = "[core]\n    no_scm = true\n"  # DVC refuses to work outside git unless it is told to
 MARKS = ("conf/config.yaml", "dvc.yaml")  # a folder that has one, and not of ours, has a use for the name
 
 
@@ -28,7 +28,7 @@ def run(folder: Path) -> int:
         refuse_taken(folder, found)
     else:
         check_version(folder)
-    wanted = found if in_git(folder) else found | {".dvc/config": found[".dvc/config"].rstrip("\n") + NO_GIT}
+    wanted = found if in_git(folder) else found | {".dvc/config": found[".dvc/config"].replace("[core]\n", NO_GIT)}
     missing = {path: text for path, text in wanted.items() if not (folder / path).exists()}
     deleted = sorted(path for path in missing if made and path in made.digests and path not in needed_files())
     written = {path: text for path, text in missing.items() if path not in deleted}

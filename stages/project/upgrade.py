@@ -1,8 +1,8 @@
 """`shardwright upgrade`: a project of an older version, brought forward; the difference is shown.
 
 A file that the user has not edited becomes what a new project has. In others below conf/, keys and classes that have
-other names now get these; in dvc.yaml our stages are those of today, and the user's stay. Before 0.2.0 a project was a
-copy of the whole repository: of that, conf/ and dvc.yaml are brought forward.
+other names now get these; in dvc.yaml our stages and plots are those of today, and the user's stay. Before 0.2.0 a
+project was a copy of the whole repository: of that, conf/ and dvc.yaml are brought forward.
 """
 
 from __future__ import annotations
@@ -86,9 +86,13 @@ def _with_our_stages(text: str, today: str) -> str:
     yaml.indent(mapping=2, sequence=4, offset=2)
     theirs, ours = _loaded(yaml, text), YAML().load(today)
     own = {name: stage for name, stage in theirs["stages"].items() if name not in ours["stages"]}
-    if not own and all(value == ours.get(key) for key, value in theirs.items() if key != "stages"):
+    names = [_name(plot) for plot in ours["plots"]]
+    plots = [plot for plot in _plots(theirs.get("plots")) if _name(plot) not in names]
+    left = {key: value for key, value in theirs.items() if key not in ("stages", "plots")}
+    if not own and not plots and all(value == ours.get(key) for key, value in left.items()):
         return today
     theirs["stages"] = {**ours["stages"], **own}
+    theirs["plots"] = [*ours["plots"], *plots]
     out = io.StringIO()
     yaml.dump(theirs, out)
     return out.getvalue()
@@ -103,6 +107,16 @@ def _loaded(yaml: YAML, text: str) -> Any:
     if not isinstance(found, dict) or not isinstance(found.get("stages"), dict):
         raise ProjectError("holds no stages", where="dvc.yaml", remedy="restore it from git")
     return found
+
+
+def _plots(found: Any) -> list[str | dict[str, Any]]:
+    """As a list, which they may also be by name."""
+    return [{name: what} for name, what in found.items()] if isinstance(found, dict) else list(found or ())
+
+
+def _name(plot: str | dict[str, Any]) -> str:
+    """Of a row of `plots`: a file, or a name with what it draws."""
+    return plot if isinstance(plot, str) else next(iter(plot))
 
 
 def _difference(path: str, old: str, new: str) -> list[str]:

@@ -134,7 +134,10 @@ def _marks(sources: Sources) -> Iterator[Mark]:
     if frontier is not None:
         for number, point in enumerate(frontier.points):
             about = f"without recompute; gap {point.proof.gap:.2g}, by {point.proof.method}"
-            yield Mark("frontier", f"plan {number} of the frontier", point.seconds, point.peak_bytes, about)
+            beaten = any(before.peak_bytes <= point.peak_bytes for before in frontier.points[:number])
+            kind = "alternative" if beaten else "frontier"  # beside the curve, which does not rise again
+            about += "; less of it stays resident, for recompute to begin from" if beaten else ""
+            yield Mark(kind, f"plan {number} of the frontier", point.seconds, point.peak_bytes, about)
         for base in frontier.baselines:
             yield Mark("baseline", base.name, base.seconds, base.peak_bytes, "by the same costs, without recompute")
     for other in plan.alternatives:

@@ -8,10 +8,12 @@ from dataclasses import astuple, replace
 from datetime import UTC, datetime
 from typing import Any
 
+from shardwright.pipeline.base.stage import Rows
 from shardwright.pipeline.ir.plan import Plan, Prediction
 from shardwright.pipeline.ir.report import Breakdown, Compared, Evaluation, Report
 
 WARM_UP = 3  # steps that are left out of the median: allocators and caches fill up
+MOST_DRAWN = 2000  # steps: a page of several runs must not become large
 
 
 def compare(
@@ -113,3 +115,18 @@ def figures(report: Report) -> dict[str, float | int | str]:
         if row.ratio is not None and ("_rank_" not in row.what or row.predicted not in highest):
             found[f"predicted_{row.what}"] = round(row.predicted, 4)
     return found
+
+
+def step_curve(report: Report) -> Rows:
+    """What `dvc plots` draws: of a long run every so many-th step. Steps of an older snapshot may have no seconds."""
+    missing = [None] * (len(report.losses) - len(report.step_seconds))
+    taken = list(enumerate(zip(report.losses, (*missing, *report.step_seconds), strict=True)))
+    return [
+        {
+            "step": step,
+            "loss": loss,
+            "step_ms": None if seconds is None else seconds * 1e3,
+            "predicted_ms": report.predicted_step_seconds * 1e3,
+        }
+        for step, (loss, seconds) in taken[:: -(-len(taken) // MOST_DRAWN)]
+    ]

@@ -24,7 +24,7 @@ from shardwright.pipeline.launch.work_folder import ROOM, LaunchFailed
 from shardwright.pipeline.tracking.tracker import Tracker
 from shardwright.stages.train.job import Job
 from shardwright.stages.train.journal import Follower, tell
-from shardwright.stages.train.measured import figures, make_report
+from shardwright.stages.train.measured import figures, make_report, step_curve
 from shardwright.stages.train.snapshots.manifest import finish
 from shardwright.stages.train.snapshots.starting import prepare
 
@@ -51,7 +51,8 @@ def run(inputs: Inputs, config: Config) -> Result:
     report = make_report(measured, plan, edited)
     trace = trace_path(inputs.root)  # there if it was asked for, and its step was not taken before this run went on
     files = (trace,) if trace.exists() else ()
-    return Result(report, figures(report), files, settle=partial(finish, Path(job["safety"]["folder"])))
+    settle = partial(finish, Path(job["safety"]["folder"]))
+    return Result(report, figures(report), files, {"steps": step_curve(report)}, settle)
 
 
 def take_part(root: Path, log: Log) -> None:

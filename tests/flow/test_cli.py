@@ -19,6 +19,7 @@ from tests.flow.conftest import Maker
 from tests.flow.project import SOURCE, STAGES, Project
 
 pytestmark = pytest.mark.flow
+TARGETS = ("run", "test", "test-newest", "ui", "lint", "format", "docs", "site", "setup", "clean", "")
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +119,7 @@ def _ranks(project: Project) -> list[object]:
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
-@pytest.mark.parametrize("target", ["run", "test", "test-newest", "ui", "lint", "format", "docs", "setup", "clean", ""])
+@pytest.mark.parametrize("target", TARGETS)
 def test_make_targets(bare: Project, target: str) -> None:
     words = ["make", "-n", *([target] if target else [])]
     done = subprocess.run(words, cwd=bare.root, capture_output=True, text=True)

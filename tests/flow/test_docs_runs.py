@@ -157,6 +157,29 @@ def test_another_engine(project: Project, command: str) -> None:
     assert project.load("report").engine == "ddp"
 
 
+@documented("dvc plots show", "dvc plots diff A B")
+def test_plots_of_what_is_here_and_of_two_experiments(project: Project, command: str) -> None:
+    ours, numbers = yaml.safe_load((project.root / "dvc.yaml").read_text())["plots"], {}
+    names = sorted(name for name in experiments(project) if name.islower())  # others are DVC's own marks
+    shown = names[:2] if "diff" in command else ["workspace"]
+    command = re.sub("A B$", " ".join(shown), command)
+    assert "/runs/plots/index.html" in run(project, command).out
+    found = json.loads(run(project, f"{command} --json").out)
+    assert not found.get("errors") and set(found["data"]) == {name for plot in ours for name in plot}
+    for name, (drawn,) in found["data"].items():
+        assert set(drawn["revisions"]) == set(shown), name
+        numbers[name] = drawn["content"]["data"]["values"]
+    if "diff" not in command:
+        report, plan = project.load("report"), project.load("plan")
+        assert [row["loss"] for row in numbers["loss"]] == list(report.losses)
+        assert [row["step_ms"] for row in numbers["step time"] if row["field"] == "step_ms"] == pytest.approx(
+            [seconds * 1e3 for seconds in report.step_seconds]
+        )
+        assert max(row["held_mb"] for row in numbers["memory"]) == plan.prediction.peak_bytes / 1e6
+        (chosen,) = (row for row in numbers["frontier"] if row["field"] == "plan" and row["plan"] is not None)
+        assert chosen["plan"] == plan.prediction.step_seconds * 1e3
+
+
 @documented(LESS)
 def test_another_cluster(project: Project, command: str) -> None:
     done, cluster = experiment(project, command), project.load("cluster")

@@ -168,7 +168,7 @@ def test_tracking_that_fails_stops_nothing_and_is_sent_later(tiny: Project, monk
             assert (plans.stages, trains.stages) == (["checkpoint", "codegen"], ["train"])
             for done in (plans, trains):
                 warnings = [line for line in done.text.splitlines() if "warning: tracking" in line]
-                assert len(warnings) == 1 and "stages sync" in warnings[0], done.text
+                assert len(warnings) == 1 and "shardwright sync" in warnings[0], done.text
         assert not (tiny.root / "runs/mlflow.db").exists()
         sent = tiny.stages("sync").ok()
         assert "2 runs are in the store, 0 are still waiting" in sent.err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
@@ -66,8 +67,9 @@ def test_a_new_project_is_valid_and_holds_every_file_of_conf(project, monkeypatc
 
 
 def test_stages_depend_on_the_version_and_not_on_source(project):
-    written = yaml.safe_load((project / "dvc.yaml").read_text())["stages"]
-    ours = yaml.safe_load((SOURCE / "dvc.yaml").read_text())["stages"]
+    both = (yaml.safe_load((folder / "dvc.yaml").read_text()) for folder in (project, SOURCE))
+    (written, plots), (ours, our_plots) = ((each["stages"], each["plots"]) for each in both)
+    assert plots == our_plots
     assert set(written) == set(ours) > set(STAGES)
     for name, stage in written.items():
         assert stage["cmd"].startswith("shardwright ") and stage["deps"][0] == FILE, name
@@ -125,7 +127,9 @@ def test_a_folder_is_made_and_files_beside_it_stay(tmp_path, capsys):
     assert (tmp_path / "training/my_model.py").read_text() == "# mine\n" and (tmp_path / "training" / FILE).exists()
     out = capsys.readouterr().out
     assert "left as they are: my_model.py" in out and "cd training" in out and "in no git repository" in out
-    assert "no_scm = true" in (tmp_path / "training/.dvc/config").read_text()
+    settings = ConfigParser()
+    settings.read(tmp_path / "training/.dvc/config")
+    assert settings["core"]["no_scm"] == "true"
 
 
 @pytest.mark.parametrize(("name", "text"), [("dvc.yaml", "stages: {}\n"), ("conf/config.yaml", "lr: 1\n")])
@@ -204,20 +208,23 @@ def test_a_project_of_0_1_0_is_brought_forward(old, capsys):
 
 def test_stages_of_the_user_stay(old):
     own = "  plot:\n    cmd: python plot.py  # mine\n    deps:\n      - runs/train/report.json\n"
+    own += "plots:\n  - mine.csv\n  - loss:\n      x: an older one\n  - rate:\n      x: step\n"
     (old / "dvc.yaml").write_text((old / "dvc.yaml").read_text() + own)
     assert upgrade.run(old, only_show=False) == 0
-    stages = yaml.safe_load((old / "dvc.yaml").read_text())["stages"]
-    assert stages.pop("plot") == {"cmd": "python plot.py", "deps": ["runs/train/report.json"]}
-    assert stages == yaml.safe_load(new_files()["dvc.yaml"])["stages"]
+    written, ours = (yaml.safe_load(text) for text in ((old / "dvc.yaml").read_text(), new_files()["dvc.yaml"]))
+    assert written["stages"].pop("plot") == {"cmd": "python plot.py", "deps": ["runs/train/report.json"]}
+    assert written["stages"] == ours["stages"]
+    assert written["plots"] == [*ours["plots"], "mine.csv", {"rate": {"x": "step"}}]
     assert "# mine" in (old / "dvc.yaml").read_text()
 
 
-@pytest.mark.parametrize("more", ["plots:\n  - runs/loss.csv\n", "params:\n  - mine.yaml\n"])
+@pytest.mark.parametrize("more", ["plots:\n  mine.csv:\n    x: step\n", "params:\n  - mine.yaml\n"])
 def test_what_the_user_has_beside_the_stages_stays(old, more):
     (old / "dvc.yaml").write_text((old / "dvc.yaml").read_text() + more)
     assert upgrade.run(old, only_show=False) == 0
     found, ours = yaml.safe_load((old / "dvc.yaml").read_text()), yaml.safe_load(new_files()["dvc.yaml"])
-    assert found == {**ours, **yaml.safe_load(more)}
+    plots = [*ours["plots"], *([{"mine.csv": {"x": "step"}}] if "plots" in more else [])]
+    assert found == {**ours, **yaml.safe_load(more), "plots": plots}
 
 
 @pytest.mark.parametrize(

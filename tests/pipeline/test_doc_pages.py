@@ -54,3 +54,12 @@ def test_every_headline_metric_is_told() -> None:
     figures = {figure: 0 for _, figure in HEADLINES.values()}
     named = [name for stage in ("checkpoint", "train") for name in numbered(stage, figures)]
     assert len(named) == len(HEADLINES) and all(f"`{name}`" in page for name in named)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name == "docs"], ids=lambda page: page.name)
+def test_a_page_begins_with_what_it_is_for_and_a_command(page: Path) -> None:
+    """A sentence under the heading, and within the first 16 lines a line to copy."""
+    lines = page.read_text().splitlines()
+    assert lines[0].startswith("# ") and re.match(r"[A-Z][\w`,' ]+", lines[2]), lines[2]
+    fences = re.findall(r"(?ms)^```sh\n(.+?)^```", "\n".join([*lines[:16], "```"]))
+    assert [line for line in lines[:16] if line.startswith("    ")] or fences

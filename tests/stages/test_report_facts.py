@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -238,8 +239,21 @@ def test_marks_are_frontier_baselines_alternatives_and_the_plan():
     count = {
         kind: sum(mark.kind == kind for mark in marks) for kind in ("frontier", "baseline", "alternative", "chosen")
     }
-    assert count["frontier"] == len(sources.frontier.points) and count["baseline"] == 2 and count["chosen"] == 1
-    assert count["alternative"] == sum(other.seconds is not None for other in sources.plan.alternatives)
+    assert count["frontier"] >= 2 and count["baseline"] == 2 and count["chosen"] == 1
+    others = sum(other.seconds is not None for other in sources.plan.alternatives)
+    assert count["frontier"] + count["alternative"] == len(sources.frontier.points) + others
+
+
+def test_the_curve_of_the_frontier_does_not_rise_again():
+    """A plan that is slower, and no smaller at its peak, is on the frontier where less of it stays resident."""
+    sources = sources_of("gpt")
+    first, *others = sources.frontier.points
+    beaten = replace(first, seconds=2 * first.seconds, resident_bytes=1)
+    marks = facts_of(replace(sources, frontier=replace(sources.frontier, points=(first, beaten, *others)))).marks
+    told = {mark.name: mark for mark in marks}["plan 1 of the frontier"]
+    assert told.kind == "alternative" and "stays resident" in told.about
+    curve = sorted((mark.seconds, -mark.peak_bytes) for mark in marks if mark.kind == "frontier")
+    assert len(curve) >= 2 and all(fast[1] < slow[1] for fast, slow in pairwise(curve))
 
 
 def test_a_long_run_on_many_ranks_makes_no_large_page():

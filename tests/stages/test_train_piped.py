@@ -89,7 +89,7 @@ def errors_compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("compiled")
     for case in COMPILED:
         write_case(case, folder)
-    one, other = run_ranks(2, train, str(folder), limit_s=900, collective_s=600)
+    one, other = run_ranks(2, train, str(folder))
     return {name: one[name] + other.get(name, "") for name in one}
 
 
