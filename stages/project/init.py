@@ -43,10 +43,11 @@ def run(folder: Path) -> int:
 
 def refuse_taken(folder: Path, today: Mapping[str, str]) -> None:
     for mark in MARKS:
-        if (folder / mark).exists() and (folder / mark).read_bytes() != today[mark].encode():
+        place = folder / mark
+        if place.is_dir() or (place.exists() and place.read_bytes() != today[mark].encode()):
             what = f"there is a {mark} that `shardwright init` has not written"
             remedy = "name a folder for the project, such as `shardwright init training`; or, if a version without"
-            raise ProjectError(what, where=str(folder / mark), remedy=f"{remedy} `init` made it, `shardwright upgrade`")
+            raise ProjectError(what, where=str(place), remedy=f"{remedy} `init` made it, `shardwright upgrade`")
 
 
 def refuse_in_the_way(folder: Path, paths: Iterable[str]) -> None:

@@ -156,6 +156,12 @@ def test_the_version_is_told(capsys):
     assert capsys.readouterr().out == f"shardwright {__version__}\n"
 
 
+def test_a_folder_in_place_of_a_file_is_named(tmp_path, capsys):
+    (tmp_path / "dvc.yaml").mkdir()
+    assert main_in(tmp_path, "init") == 2
+    assert "dvc.yaml" in capsys.readouterr().err and not (tmp_path / FILE).exists()
+
+
 # -- versions ---------------------------------------------------------------------------------------------------------
 
 
