@@ -66,6 +66,7 @@ def run(root: Path, arguments: argparse.Namespace, describe: Describe, log: Log)
     files = arguments.files or [KINDS["report"].path(Path())]
     found = [read_run(root, file, config, log) for file in files]
     runs = [measured_run(one, config) for one in found]
+    kept = read_runs(root, name)
     own = known(config, found[0]["cluster"])
     correction = correction_of(runs, own.machine, own.figures, own.model)
     assert correction is not None
@@ -73,7 +74,6 @@ def run(root: Path, arguments: argparse.Namespace, describe: Describe, log: Log)
         say(in_words(one))
     if config.cluster.source is not ClusterSource.probe:
         runs = reach(root, config, found, runs, correction, describe, log)
-    kept: tuple[MeasuredRun, ...] = read_runs(root, name)
     for one in runs:
         kept = with_run(kept, one)
     write_runs(root, name, kept)
@@ -164,9 +164,8 @@ def price_of(found: Sequence[Found], cluster: Cluster) -> PlanPrice:
     for one in found:
         plan: Plan = one["plan"].body
         profile = one["profile"].body
-        frontier = replace(
-            one["frontier"].body, points=(), submesh_points=(), meshes=()
-        )  # these have the links of then
+        # points and meshes have the links of then
+        frontier = replace(one["frontier"].body, points=(), submesh_points=(), meshes=())
         graph, profile = sliced(as_run(one["graph"].body, profile.types), profile, plan.slices)
         for part in priced_parts(plan, graph, profile, cluster, frontier):
             assert part is not None  # planned for this very cluster

@@ -9,6 +9,7 @@ import select
 import sys
 from pathlib import Path
 
+from shardwright import __version__
 from shardwright.pipeline.base import log as logs
 from shardwright.pipeline.base.errors import ShardwrightError, Unforeseen
 from shardwright.pipeline.base.files import told
@@ -75,7 +76,9 @@ def run_stage(name: str, root: Path, log: logs.Log) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="shardwright", description=__doc__.splitlines()[0])
+    about = "Plan and run the training of a PyTorch model on several devices. In the folder of a project:"
+    parser = argparse.ArgumentParser(prog="shardwright", description=about)
+    parser.add_argument("--version", action="version", version=f"shardwright {__version__}")
     loudness = argparse.ArgumentParser(add_help=False)
     loudness.add_argument("-v", "--verbose", dest="verbosity", action="store_const", const=logs.VERBOSE)
     loudness.add_argument("-q", "--quiet", dest="verbosity", action="store_const", const=logs.QUIET)

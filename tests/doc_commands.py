@@ -113,7 +113,7 @@ def _complaint(words: list[str], root: Path, scratch: Path) -> str | None:
             return _complaint(rest[rest.index("shardwright") :], root, scratch)
         case ["sbatch", script]:
             default = stages_parser().parse_args(["sbatch"]).out
-            return None if script == str(default) else f"`stages sbatch` writes {default}"
+            return None if script == str(default) else f"`shardwright sbatch` writes {default}"
         case ["make", target, *_]:
             known = re.findall(r"(?m)^([\w-]+):", (root / "Makefile").read_text())
             return None if target in known else f"the Makefile has no {target}"

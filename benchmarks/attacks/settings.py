@@ -277,7 +277,9 @@ def _batch(samples: int = 8, length: int = 8, dtype: str = "int64") -> dict[str,
 def _of_model() -> Iterator[Attack]:
     model = "conf/model/small.yaml"
     yield one("no such class", {"model.module._target_": "shardwright.pipeline.models.gpt.GTP"}, model, "module", "GTP")
-    yield one("no such module", {"model.module._target_": "pipeline.modles.gpt.build"}, model, "module", "modles")
+    yield one(
+        "no such module", {"model.module._target_": "shardwright.pipeline.modles.gpt.build"}, model, "module", "modles"
+    )
     yield one(
         "a module that fails", {"model.module._target_": "settings_broken.Net"}, model, "module", "no_such_package"
     )

@@ -105,9 +105,11 @@ def digest_of(kind: str, content: bytes) -> str:
 
 
 def load_saved(file: str, root: Path, kinds: Iterable[str]) -> Artifact:
-    """An artifact of one of these kinds that somebody keeps elsewhere, whole and unchanged."""
-    kinds = tuple(kinds)
-    refuse = partial(ArtifactError, where=file, remedy=f"copy {' or '.join(map(_path, kinds))} to it again")
+    """An artifact of one of these kinds that somebody keeps elsewhere, or the project's own; whole and unchanged."""
+    kinds, place = tuple(kinds), (root / file).resolve()
+    own = next((kind for kind in kinds if place == KINDS[kind].path(root).resolve()), None)
+    elsewhere = partial(ArtifactError, where=file, remedy=f"copy {' or '.join(map(_path, kinds))} to it again")
+    refuse = elsewhere if own is None else _refusal_of(own)
     return _parse(_read(root / file, refuse), kinds, refuse)
 
 

@@ -9,6 +9,9 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeGuard
+
+from packaging.version import InvalidVersion, Version
 
 from shardwright import __version__
 from shardwright.pipeline.base.errors import ConfigError
@@ -25,6 +28,16 @@ HEAD = """\
 class MadeBy:
     version: str
     digests: Mapping[str, str]  # by path
+
+    @property
+    def copied(self) -> bool:
+        """Before there was `init`, a project was a copy of our repository."""
+        return not self.digests
+
+    @property
+    def newer(self) -> bool:
+        """Than what is installed: its files may say what we cannot read."""
+        return Version(self.version) > Version(__version__)
 
     def edited(self, path: str, text: str) -> bool:
         return self.digests.get(path) != digest(text)
@@ -47,9 +60,17 @@ def made_by(root: Path) -> MadeBy | None:
         return None
     source = read(root, FILE, ())
     version, files = source.data.get("version"), source.data.get("files")
-    if not isinstance(version, str) or not isinstance(files, dict):
+    if not _is_version(version) or not isinstance(files, dict):
         raise source.error((), "is not what `shardwright init` writes", "restore it from git")
     return MadeBy(version, {path: str(own) for path, own in files.items()})
+
+
+def _is_version(value: Any) -> TypeGuard[str]:
+    try:
+        Version(value)
+    except (InvalidVersion, TypeError):
+        return False
+    return True
 
 
 def check_version(root: Path) -> None:
@@ -57,5 +78,6 @@ def check_version(root: Path) -> None:
     made = made_by(root)
     if made and made.version != __version__:
         what = f"the project was made by shardwright {made.version}, and {__version__} is installed"
-        remedy = f"run `shardwright upgrade`, or `pip install shardwright=={made.version}`"
+        install = f"`pip install shardwright=={made.version}`"
+        remedy = install if made.newer else f"run `shardwright upgrade`, or {install}"
         raise ConfigError(what, where=FILE, remedy=remedy)

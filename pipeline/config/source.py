@@ -23,6 +23,7 @@ Mark = tuple[int, int]
 
 LARGEST_FILE = 2**18  # bytes; a configuration is read by people
 DEEPEST = 40
+PLACE = "run from the project's folder; `shardwright init` makes one"
 _TAG = "tag:yaml.org,2002:"
 
 
@@ -80,7 +81,8 @@ def listing(root: Path, group: str, ending: str = ".yaml") -> list[str]:
     try:
         names = [item.stem for item in folder.iterdir() if item.suffix == ending and item.is_file()]
     except OSError as error:
-        raise ConfigError(f"cannot be listed: {error.strerror}", where=f"conf/{group}") from error
+        remedy = None if folder.parent.is_dir() else PLACE
+        raise ConfigError(f"cannot be listed: {error.strerror}", where=f"conf/{group}", remedy=remedy) from error
     return sorted(name for name in names if not name.startswith("."))
 
 
@@ -91,6 +93,10 @@ def read(root: Path, name: str, prefix: Key, changed: dict[str, bytes] | None = 
     return parse(name, prefix, read_bytes(root, name))
 
 
+def read_text(root: Path, name: str) -> str:
+    return _decode(name, read_bytes(root, name))
+
+
 def read_bytes(root: Path, name: str) -> bytes:
     path = root / name
     try:
@@ -99,7 +105,7 @@ def read_bytes(root: Path, name: str) -> bytes:
         with path.open("rb") as file:
             raw = file.read(LARGEST_FILE + 1)
     except FileNotFoundError as error:
-        raise ConfigError("there is no such file", where=name, remedy="run from the project's folder") from error
+        raise ConfigError("there is no such file", where=name, remedy=PLACE) from error
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}", where=name) from error
     if len(raw) > LARGEST_FILE:

@@ -16,8 +16,9 @@ PACKAGE = Path(shardwright.__file__).parent
 TEMPLATE = Path(__file__).parent / "template"
 CHOICES = {"model": "my_model", "data": "my_data", "code": "my_model.py"}
 OURS = re.compile(r"      - (?:pipeline|stages)/\S+\n")
-# What dvc.yaml needs, beside it.
+# What git and DVC need, beside dvc.yaml.
 DVC = {
+    ".gitignore": "__pycache__/\n.venv/\n",
     ".dvc/config": "[core]\n    analytics = false\n    check_update = false\n[plots]\n    out_dir = runs/plots\n",
     ".dvc/.gitignore": "/config.local\n/tmp\n/cache\n",
     ".dvcignore": "# Never a reason to run a stage again.\n__pycache__\n*.pyc\nREADME.md\n.venv\n",
@@ -51,7 +52,8 @@ def dvc_yaml() -> str:
 
 def _conf() -> dict[str, str]:
     folder = PACKAGE / "conf"
-    paths = [path for pattern in ("**/*.yaml", "**/README.md") for path in folder.glob(pattern) if path.is_file()]
+    kinds = ("**/*.yaml", "**/README.md", "data/*.txt")
+    paths = [path for kind in kinds for path in folder.glob(kind) if path.is_file()]
     found = {f"conf/{path.relative_to(folder)}": path.read_text() for path in sorted(paths)}
     for key, name in CHOICES.items():
         found["conf/config.yaml"] = re.sub(rf"(?m)^{key}: [^\s#]+", f"{key}: {name}", found["conf/config.yaml"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator
-from importlib.util import find_spec
+from importlib import import_module
 from typing import Any
 
 from shardwright.pipeline.config.check import fields_of
@@ -18,16 +18,16 @@ from shardwright.pipeline.config.source import Key, parse
 TARGET = re.compile(r"(_target_:\s*[\"']?)((?:pipeline|stages)(?:\.\w+)+)")
 
 
-def brought_forward(path: str, text: str) -> str:
-    """Of a file below conf/."""
-    return _keys(path, TARGET.sub(lambda found: found[1] + _target(found[2]), text))
+def brought_forward(path: str, text: str, copied: bool) -> str:
+    """Of a file below conf/; `copied`: of a copy of our repository, where `pipeline` and `stages` are ours."""
+    return _keys(path, TARGET.sub(lambda found: found[1] + _target(found[2]), text) if copied else text)
 
 
 def _target(name: str) -> str:
-    """What it is now, where it is ours: a project may have a class of its own in a copy of our folder."""
-    package = f"shardwright.{name}".rpartition(".")[0]
+    """What it is now, where it is ours: a user may have written a class of their own into the copy."""
+    module, _, own = f"shardwright.{name}".rpartition(".")
     try:
-        return f"shardwright.{name}" if find_spec(package) else name
+        return f"shardwright.{name}" if hasattr(import_module(module), own) else name
     except ImportError:
         return name
 

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError
 
 from shardwright import __version__
 from shardwright.pipeline.base.log import say
-from shardwright.pipeline.config.made_by import FILE, MadeBy, made_by, made_today
+from shardwright.pipeline.config.made_by import FILE, MadeBy, check_version, made_by, made_today
+from shardwright.pipeline.config.source import read_text
 from shardwright.stages.project.files import needed_files, new_files
 from shardwright.stages.project.init import ProjectError, write
 from shardwright.stages.project.renamed import brought_forward
@@ -28,17 +30,20 @@ OLD_IMPORT = re.compile(r"(?m)^\s*(?:from|import) (?:pipeline|stages)\b")
 
 def run(folder: Path, only_show: bool) -> int:
     made = made_by(folder) or _copy(folder)
+    if made.newer:
+        check_version(folder)
     today = new_files()
     texts = _texts(folder, today)
     changed = {path: new for path, old in texts.items() if (new := _new(path, old, made, today)) != old}
-    wanted = today if made.digests else needed_files()
-    added = {path: text for path, text in wanted.items() if path not in texts and path not in made.digests}
+    wanted = needed_files() if made.copied else today
+    removed = made.digests.keys() - needed_files().keys()
+    added = {path: text for path, text in wanted.items() if path not in texts and path not in removed}
     for path, text in {**changed, **added}.items():
         say("".join(_difference(path, texts.get(path, ""), text)).rstrip("\n"))
     if not changed and not added and made.version == __version__:
         say(f"the project is of shardwright {__version__}: nothing to do")
         return 0
-    for line in _by_hand(folder):
+    for line in _by_hand(folder, {**texts, **changed}["dvc.yaml"]) if made.copied else ():
         say(line)
     if only_show:
         say(f"nothing was written: `shardwright upgrade` brings the project from {made.version} to {__version__}")
@@ -54,7 +59,8 @@ def _copy(folder: Path) -> MadeBy:
     path = folder / "dvc.yaml"
     if (folder / "shardwright/__init__.py").is_file():
         raise ProjectError("is the repository of shardwright itself", where=str(folder), remedy="`git pull` renews it")
-    if not (folder / "conf/config.yaml").is_file() or not path.is_file() or not COPIED.search(path.read_text()):
+    found = (folder / "conf/config.yaml").is_file() and path.is_file()
+    if not found or not COPIED.search(read_text(folder, path.name)):
         raise ProjectError("is no project", where=str(folder), remedy="`shardwright init` makes one")
     return MadeBy("0.1.0", {})
 
@@ -63,7 +69,7 @@ def _texts(folder: Path, today: dict[str, str]) -> dict[str, str]:
     """What is there of ours, and the user's own files below conf/."""
     conf = [path.relative_to(folder).as_posix() for path in sorted(folder.glob("conf/**/*.yaml"))]
     paths = dict.fromkeys([*conf, *(path for path in today if (folder / path).is_file())])
-    return {path: (folder / path).read_text() for path in paths if path != FILE}
+    return {path: read_text(folder, path) for path in paths if path != FILE}
 
 
 def _new(path: str, text: str, made: MadeBy, today: dict[str, str]) -> str:
@@ -71,24 +77,41 @@ def _new(path: str, text: str, made: MadeBy, today: dict[str, str]) -> str:
         return today[path]
     if path == "dvc.yaml":
         return _with_our_stages(text, today[path])
-    return brought_forward(path, text) if path.startswith("conf/") and path.endswith(".yaml") else text
+    return brought_forward(path, text, made.copied) if path.startswith("conf/") and path.endswith(".yaml") else text
 
 
 def _with_our_stages(text: str, today: str) -> str:
     yaml = YAML()
     yaml.width = 10_000
     yaml.indent(mapping=2, sequence=4, offset=2)
-    theirs, ours = yaml.load(text), YAML().load(today)
+    theirs, ours = _loaded(yaml, text), YAML().load(today)
     own = {name: stage for name, stage in theirs["stages"].items() if name not in ours["stages"]}
     names = [_name(plot) for plot in ours["plots"]]
-    plots = [plot for plot in theirs.get("plots", ()) if _name(plot) not in names]
-    if not own and not plots and theirs.get("vars") == ours.get("vars"):
+    plots = [plot for plot in _plots(theirs.get("plots")) if _name(plot) not in names]
+    left = {key: value for key, value in theirs.items() if key not in ("stages", "plots")}
+    if not own and not plots and all(value == ours.get(key) for key, value in left.items()):
         return today
     theirs["stages"] = {**ours["stages"], **own}
     theirs["plots"] = [*ours["plots"], *plots]
     out = io.StringIO()
     yaml.dump(theirs, out)
     return out.getvalue()
+
+
+def _loaded(yaml: YAML, text: str) -> Any:
+    try:
+        found = yaml.load(text)
+    except MarkedYAMLError as error:
+        where = f"dvc.yaml:{error.problem_mark.line + 1}" if error.problem_mark else "dvc.yaml"
+        raise ProjectError(f"bad YAML: {error.problem}", where=where, remedy="mend it") from error
+    if not isinstance(found, dict) or not isinstance(found.get("stages"), dict):
+        raise ProjectError("holds no stages", where="dvc.yaml", remedy="restore it from git")
+    return found
+
+
+def _plots(found: Any) -> list[str | dict[str, Any]]:
+    """As a list, which they may also be by name."""
+    return [{name: what} for name, what in found.items()] if isinstance(found, dict) else list(found or ())
 
 
 def _name(plot: str | dict[str, Any]) -> str:
@@ -100,13 +123,16 @@ def _difference(path: str, old: str, new: str) -> list[str]:
     return list(difflib.unified_diff(old.splitlines(True), new.splitlines(True), path, path))
 
 
-def _by_hand(folder: Path) -> list[str]:
-    """What is not ours to change: the user's source, and what a copy of the repository has beside it."""
+def _by_hand(folder: Path, dvc_yaml: str) -> list[str]:
+    """Of a copy of our repository, what is not ours to change: the user's source and stages, and what lies beside."""
     left = [name for name in ("pipeline", "stages", "benchmarks") if (folder / name / "__init__.py").is_file()]
-    code = [path for path in sorted(folder.rglob("*.py")) if path.relative_to(folder).parts[0] not in (*left, "tests")]
-    hidden = [path for path in code if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
-    old = [path for path in hidden if OLD_IMPORT.search(path.read_text(errors="replace"))] if left else []
-    told = [f"{path.relative_to(folder)}: import shardwright.pipeline and shardwright.stages" for path in old]
+    code = [path.relative_to(folder) for path in sorted(folder.rglob("*.py")) if path.is_file()]
+    own = [path for path in code if path.parts[0] not in (*left, "tests")]
+    theirs = [path for path in own if not any(part.startswith(".") for part in path.parts)]
+    old = [path for path in theirs if OLD_IMPORT.search((folder / path).read_text(errors="replace"))]
+    told = [f"{path}: import shardwright.pipeline and shardwright.stages" for path in old]
+    if COPIED.search(dvc_yaml):
+        told.append("dvc.yaml: `python -m stages` in your stages is `shardwright` now")
     if left:
         told.append(f"no longer read, unless your model lies there: {', '.join(f'{name}/' for name in left)}")
     return told

@@ -22,6 +22,7 @@ from typing import Any
 
 from shardwright.pipeline.base.errors import ShardwrightError
 from shardwright.pipeline.base.files import write_atomic
+from shardwright.pipeline.base.revision import files_of
 from shardwright.pipeline.config import overrides
 
 END_S = 20.0  # that it has to end after it was told to
@@ -109,9 +110,7 @@ def _reason(said: str) -> str:
 
 def metrics_of(root: Path, experiment: str, stages: Sequence[str]) -> dict[str, dict[str, Any]]:
     """The summary of each of these stages in an experiment that ended well."""
-    from dvc.api import DVCFileSystem
-
-    with contextlib.closing(DVCFileSystem(str(root), rev=experiment)) as files:
+    with files_of(root, experiment) as files:
         return {stage: json.loads(files.read_text(f"runs/{stage}/summary.json")) for stage in stages}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ from shardwright import __version__
 from shardwright.pipeline.base.errors import ConfigError
 from shardwright.pipeline.base.log import get_log
 from shardwright.pipeline.base.stage import STAGES
-from shardwright.pipeline.config import load_config, read_draft
+from shardwright.pipeline.config import apply_experiment, load_config, read_draft
 from shardwright.pipeline.config.made_by import FILE, MadeBy, digest, made_by
+from shardwright.pipeline.config.source import listing
 from shardwright.stages.check import check
 from shardwright.stages.command_line import main
 from shardwright.stages.project import init, upgrade
@@ -37,9 +39,7 @@ def old(tmp_path: Path) -> Path:
     shutil.copytree(OLD, tmp_path, dirs_exist_ok=True)
     edit(tmp_path / "conf/config.yaml", "cluster: local_cpu", "cluster: preset_cpu")
     edit(tmp_path / "conf/config.yaml", "solve: glpk", "solve: highs")
-    (tmp_path / "conf/model/mine.yaml").write_text(
-        "module: {_target_: pipeline.models.mine.Net}  # in a copy\nbatch: {}\n"
-    )
+    (tmp_path / "conf/model/mine.yaml").write_text(MINE)
     (tmp_path / "pipeline/models").mkdir(parents=True)
     return tmp_path
 
@@ -87,6 +87,25 @@ def test_asked_again_it_changes_nothing(project, capsys):
     assert "nothing was changed" in capsys.readouterr().out
 
 
+def test_what_no_stage_runs_without_is_written_again(project, capsys):
+    (project / "dvc.yaml").unlink()
+    (project / "conf/plan/README.md").unlink()
+    (project / "conf/cluster/v100.yaml").unlink()
+    assert main_in(project, "init") == 0
+    assert "wrote again" in capsys.readouterr().out
+    assert (project / "dvc.yaml").exists() and (project / "conf/plan/README.md").exists()
+    assert not (project / "conf/cluster/v100.yaml").exists()
+    (project / "dvc.yaml").unlink()
+    assert main_in(project, "upgrade") == 0 and (project / "dvc.yaml").exists()
+
+
+def test_every_experiment_that_is_written_can_be_chosen(project):
+    for name in listing(project, "experiment"):
+        apply_experiment(project, name)
+        config = load_config(project)
+        assert name != "text" or (project / config.data.dataset["path"]).is_file()
+
+
 def test_what_was_cut_off_is_done_again(project):
     (project / FILE).unlink()
     (project / "conf/train/adamw.yaml").unlink()
@@ -108,7 +127,9 @@ def test_a_folder_is_made_and_files_beside_it_stay(tmp_path, capsys):
     assert (tmp_path / "training/my_model.py").read_text() == "# mine\n" and (tmp_path / "training" / FILE).exists()
     out = capsys.readouterr().out
     assert "left as they are: my_model.py" in out and "cd training" in out and "in no git repository" in out
-    assert "no_scm = true" in (tmp_path / "training/.dvc/config").read_text()
+    settings = ConfigParser()
+    settings.read(tmp_path / "training/.dvc/config")
+    assert settings["core"]["no_scm"] == "true"
 
 
 @pytest.mark.parametrize(("name", "text"), [("dvc.yaml", "stages: {}\n"), ("conf/config.yaml", "lr: 1\n")])
@@ -126,7 +147,19 @@ def test_a_file_in_the_way_is_named(tmp_path, capsys):
     (tmp_path / "conf").write_text("")
     assert main_in(tmp_path, "init") == 2
     error = capsys.readouterr().err
-    assert "conf" in error and len(error.splitlines()) == 1 and not (tmp_path / FILE).exists()
+    assert "conf: is in the way" in error and len(error.splitlines()) == 1 and texts(tmp_path) == {"conf": ""}
+
+
+def test_the_version_is_told(capsys):
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"shardwright {__version__}\n"
+
+
+def test_a_folder_in_place_of_a_file_is_named(tmp_path, capsys):
+    (tmp_path / "dvc.yaml").mkdir()
+    assert main_in(tmp_path, "init") == 2
+    assert "dvc.yaml" in capsys.readouterr().err and not (tmp_path / FILE).exists()
 
 
 # -- versions ---------------------------------------------------------------------------------------------------------
@@ -139,7 +172,19 @@ def test_a_project_of_another_version_is_refused_with_both_ways_out(project, cap
     assert main_in(project, "init") == 2
 
 
-@pytest.mark.parametrize("text", ["version: 3\nfiles: {}\n", "version: '1'\n", "- 1\n", ""])
+def test_a_project_of_a_newer_version_is_left_alone(project, capsys):
+    edit(project / FILE, f'version: "{__version__}"', 'version: "99.0"')
+    before = texts(project)
+    for command in ("check", "init", "upgrade"):
+        assert main_in(project, command) == 2
+        error = capsys.readouterr().err
+        assert "pip install shardwright==99.0" in error and "shardwright upgrade" not in error
+    assert texts(project) == before
+
+
+@pytest.mark.parametrize(
+    "text", ["version: 3\nfiles: {}\n", "version: '1'\n", "version: new\nfiles: {}\n", "- 1\n", ""]
+)
 def test_a_damaged_version_file_is_told(project, text):
     (project / FILE).write_text(text)
     with pytest.raises(ConfigError, match=r"conf/shardwright\.yaml"):
@@ -179,6 +224,32 @@ def test_stages_of_the_user_stay(old):
     assert "# mine" in (old / "dvc.yaml").read_text()
 
 
+@pytest.mark.parametrize("more", ["plots:\n  mine.csv:\n    x: step\n", "params:\n  - mine.yaml\n"])
+def test_what_the_user_has_beside_the_stages_stays(old, more):
+    (old / "dvc.yaml").write_text((old / "dvc.yaml").read_text() + more)
+    assert upgrade.run(old, only_show=False) == 0
+    found, ours = yaml.safe_load((old / "dvc.yaml").read_text()), yaml.safe_load(new_files()["dvc.yaml"])
+    plots = [*ours["plots"], *([{"mine.csv": {"x": "step"}}] if "plots" in more else [])]
+    assert found == {**ours, **yaml.safe_load(more), "plots": plots}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("dvc.yaml", b"# cmd: python -m stages x\nstages: [\n", "dvc.yaml:3: bad YAML"),
+        ("dvc.yaml", b"# cmd: python -m stages x\nvars: []\n", "dvc.yaml: holds no stages"),
+        ("dvc.yaml", b"# cmd: python -m stages \xe9\n", "dvc.yaml:1"),
+        ("conf/model/mine.yaml", b"# \xe9\n", "conf/model/mine.yaml:1"),
+        ("conf/model/mine.yaml", b"a: [\n", "conf/model/mine.yaml:2"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named_and_nothing_is_written(old, capsys, name, text, told):
+    (old / name).write_bytes(text)
+    assert main_in(old, "upgrade") == 2
+    error = capsys.readouterr().err
+    assert told in error and len(error.splitlines()) == 1 and not (old / FILE).exists()
+
+
 def test_what_is_shown_is_not_written(old, capsys):
     before = texts(old)
     assert main_in(old, "upgrade", "--show") == 0
@@ -204,9 +275,31 @@ def test_files_that_nobody_edited_become_those_of_today(project):
 def test_code_that_imports_the_old_names_is_named(old, capsys):
     (old / "pipeline/__init__.py").write_text("")
     (old / "my_ops.py").write_text("import torch\nfrom pipeline.ops import register\n")
+    (old / "gone.py").symlink_to("nowhere")
+    (old / "folder.py").mkdir()
+    edit(old / "dvc.yaml", "stages:\n", "stages:\n  keep:\n    cmd: python -m stages export --out x\n")
     assert upgrade.run(old, only_show=True) == 0
     told = capsys.readouterr().out
     assert "my_ops.py: import shardwright.pipeline" in told and "no longer read" in told and "pipeline/" in told
+    assert "dvc.yaml: `python -m stages` in your stages" in told
+
+
+def test_packages_of_the_user_with_our_old_names_are_theirs(project, capsys):
+    """In a project of 0.2.0 or later; their classes may even be called as ours are."""
+    (project / "pipeline/models").mkdir(parents=True)
+    (project / "pipeline/__init__.py").write_text("from pipeline import models\n")
+    edit(project / "conf/model/my_model.yaml", "my_model.Model", "pipeline.models.gpt.build")
+    edit(project / FILE, f'version: "{__version__}"', 'version: "0.1.9"')
+    assert upgrade.run(project, only_show=False) == 0
+    told = capsys.readouterr().out
+    assert "import shardwright" not in told and "no longer read" not in told
+    assert "_target_: pipeline.models.gpt.build" in (project / "conf/model/my_model.yaml").read_text()
+
+
+def test_a_class_of_the_user_in_a_file_of_ours_keeps_its_name(old):
+    edit(old / "conf/model/gpt_small.yaml", "pipeline.models.gpt.build", "pipeline.models.gpt.MyNet")
+    assert upgrade.run(old, only_show=False) == 0
+    assert "_target_: pipeline.models.gpt.MyNet" in (old / "conf/model/gpt_small.yaml").read_text()
 
 
 def test_the_repository_itself_is_no_project(old, capsys):

@@ -481,7 +481,10 @@ def failure(root: Path) -> str:
 
 
 def test_no_project_here(tmp_path: Path) -> None:
-    assert failure(tmp_path) == "conf/config.yaml: there is no such file; run from the project's folder"
+    remedy = "run from the project's folder; `shardwright init` makes one"
+    assert failure(tmp_path) == f"conf/config.yaml: there is no such file; {remedy}"
+    with pytest.raises(ConfigError, match=remedy):
+        listing(tmp_path, "sweep")
 
 
 def test_folder_instead_of_file(project: Path) -> None:

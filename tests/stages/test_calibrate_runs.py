@@ -250,6 +250,17 @@ def test_what_if_rests_on_it_too(project, capsys):
 
 
 @described
+def test_a_damaged_file_is_told_before_shares_are_written(project, capsys):
+    run_stages("cluster", "solve", "checkpoint")
+    measure(project)
+    (project / "conf/measured/tiny.json").write_text("{")
+    before = (project / "conf/cluster/tiny.yaml").read_text()
+    assert main(["calibrate", "-q"]) == 2
+    assert "conf/measured/tiny.json: it cannot be read" in capsys.readouterr().err
+    assert (project / "conf/cluster/tiny.yaml").read_text() == before
+
+
+@described
 def test_a_described_cluster_reaches_what_was_measured(project, capsys):
     edit(project, "cluster", preset=TINY["cluster"]["preset"] | {"launch_us": 0.01, "latency_us": 0.01})
     run_stages("cluster", "solve", "checkpoint")
@@ -316,7 +327,7 @@ def test_a_run_of_other_settings_is_refused(project, capsys):
 
 
 def test_a_run_that_is_not_there_or_on_another_cluster_is_refused(project, capsys):
-    refused(project, capsys, "runs/train/report.json: there is no such file")
+    refused(project, capsys, "runs/train/report.json: there is no such file; run `dvc repro train`")
     measure(project)
     refused(project, capsys, "there is no cluster 'moon'; choose one of", "--cluster", "moon")
     other = "it was measured with other settings than conf/cluster/preset_cpu.yaml has now"

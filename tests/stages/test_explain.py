@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +29,8 @@ from shardwright.pipeline.sharding.lowering import with_paths
 from shardwright.stages.checkpoint.choose import choose, evaluate
 from shardwright.stages.command_line import main
 from shardwright.stages.profile.by_table import profile_graph
-from shardwright.stages.solve.explain.diff import explain_diff
+from shardwright.stages.solve.explain import run as explain_command
+from shardwright.stages.solve.explain.diff import CostChange, explain_diff
 from shardwright.stages.solve.explain.one import Subject, SubjectKind, explain_one, find_subject
 from shardwright.stages.solve.explain.options import Options, OptionVerdict
 from shardwright.stages.solve.explain.priced_run import ExplainError, ItemKind, PlannedRun, planned
@@ -351,6 +353,10 @@ def test_a_plan_and_itself():
     assert text_of(explain_diff(plan, plan, ("a", "b"))).endswith("nothing changed")
 
 
+def test_sums_of_another_order_are_no_difference():
+    assert CostChange("compute", 0.1 + 0.2, 0.3).difference == 0 < CostChange("compute", 0.3, 0.3000001).difference
+
+
 # ------------------------------------------------------------------------------------------------------ a pipeline
 
 
@@ -453,8 +459,21 @@ def test_mistakes_are_one_line(root, capsys, asked, told):
 
 def test_nothing_to_explain_says_what_to_run(root, capsys):
     (root / "runs" / "checkpoint" / "plan.json").unlink()
-    assert main(["explain"]) == 2
-    assert "run `dvc repro checkpoint`" in capsys.readouterr().err
+    for asked in ([], ["--diff", ".", "runs"]):
+        assert main(["explain", *asked]) == 2
+        assert "runs/checkpoint/plan.json: there is no such file; run `dvc repro checkpoint`" in capsys.readouterr().err
+
+
+def test_the_run_of_a_revision_of_another_version_is_told(root, capsys, monkeypatch):
+    def lay_out(root: Path, revision: str, files: list[str], folder: Path) -> None:
+        shutil.copytree(root / "runs", folder / "runs")
+        graph = folder / "runs/trace/graph.json"
+        graph.write_text(re.sub(r'"version": \d+', '"version": 0', graph.read_text(), count=1))
+
+    monkeypatch.setattr(explain_command, "lay_out", lay_out)
+    assert main(["explain", "--diff", "v0", "."]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: v0: its run is of another version: graph.json: ") and error.count("\n") == 1
 
 
 def test_facts_are_plain():

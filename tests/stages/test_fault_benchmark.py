@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.faults import Disturbed, Kill, difference, table
+from benchmarks.house import copy_project
 from benchmarks.planted_source_faults import FAULTS, ROOT
 
 
@@ -65,3 +66,9 @@ def test_a_fault_to_plant_has_one_place_in_the_source_and_tests_that_are_there()
     for fault in FAULTS:
         assert (ROOT / fault.file).read_text().count(fault.right) == 1 and fault.wrong != fault.right, fault.what
         assert all((ROOT / "tests" / name.partition("::")[0]).is_file() for name in fault.tests.split()), fault.what
+
+
+def test_a_copy_of_the_project_has_its_own_source(tmp_path: Path) -> None:
+    """The links of shardwright/ lead to the copied rooms."""
+    copy = copy_project(tmp_path / "project")
+    assert (copy / "shardwright/pipeline").resolve() == copy / "pipeline" and (copy / "shardwright/conf").is_dir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
@@ -33,7 +34,8 @@ class CostChange:
 
     @property
     def difference(self) -> float:
-        return self.after - self.before
+        """None where they differ by the order in which parts were added up."""
+        return 0.0 if math.isclose(self.before, self.after, rel_tol=1e-12) else self.after - self.before
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def explain_diff(
     first, second = before.plan.prediction, after.plan.prediction
     causes = _causes(before, after)
     step = CostChange("step", first.step_seconds, second.step_seconds)
-    telling = [one for one in causes if one.before != one.after]
+    telling = [one for one in causes if one.difference]
     old, new = _facts(before), _facts(after)
     return Diff(
         names=names,

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from shardwright.pipeline.base import artifacts
-from shardwright.pipeline.base.errors import ShardwrightError
+from shardwright.pipeline.base.errors import ArtifactError, ShardwrightError
 from shardwright.pipeline.base.log import Log, say
 from shardwright.pipeline.base.measured_runs import with_correction
 from shardwright.pipeline.base.stage import read
@@ -22,7 +22,7 @@ from shardwright.pipeline.ops.discovery.remembered import remember_in
 from shardwright.stages.solve.explain.diff import Changed, Diff, Facts, changes, explain_diff
 from shardwright.stages.solve.explain.one import SubjectKind, SubjectSummary, explain_one, find_subject, home_of
 from shardwright.stages.solve.explain.options import Evaluate, Options
-from shardwright.stages.solve.explain.priced_run import KINDS, PlannedRun, planned
+from shardwright.stages.solve.explain.priced_run import KINDS, ExplainError, PlannedRun, planned
 from shardwright.stages.solve.explain.revision import lay_out
 from shardwright.stages.solve.explain.text import diff_text, module_text, one_text, whole_text
 from shardwright.stages.solve.explain.whole import Module, PlanSummary, explain_module, explain_whole
@@ -68,7 +68,7 @@ def _of_two(root: Path, names: list[str]) -> Diff:
     """Each a folder, a git revision or a DVC experiment."""
     with ExitStack() as places:
         folders = [name if (root / name).is_dir() else _laid_out(root, name, places) for name in names]
-        before, after = (_read_run(root, folder) for folder in folders)
+        before, after = (_read_named(root, *one) for one in zip(names, folders, strict=True))
         settings = _settings(before, after, *(_configuration(root, folder) for folder in folders))
     return explain_diff(before, after, (names[0], names[1]), settings)
 
@@ -78,6 +78,17 @@ def _laid_out(root: Path, revision: str, places: ExitStack) -> str:
     own = [artifacts.KINDS[kind] for kind in KINDS]
     lay_out(root, revision, [f"runs/{kind.stage}/{kind.file}" for kind in own], Path(folder))
     return folder
+
+
+def _read_named(root: Path, name: str, folder: str) -> PlannedRun:
+    try:
+        return _read_run(root, folder)
+    except ArtifactError as error:
+        if name == folder:
+            raise
+        what = f"its run is of another version: {Path(error.where or '').name}: {error.what}"
+        remedy = f"`git checkout {name}` and `dvc repro checkpoint` with this version, or name another revision"
+        raise ExplainError(what, where=name, remedy=remedy) from error
 
 
 def _read_run(root: Path, folder: str) -> PlannedRun:
