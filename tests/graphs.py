@@ -147,10 +147,11 @@ def solve_settings(backend: str = "highs", **changes: object) -> Solve:
 
 @made_once
 def solved(
-    name: str, devices: int = 2, copies: float = 2.0, micro_batches: int = 1
+    name: str, devices: int = 2, copies: float = 2.0, micro_batches: int = 1, gap: float = 1e-2
 ) -> tuple[Problem, Choices, tuple[Solution, ...]]:
+    """By default with a gap that few plans have to be searched for by the integer program."""
     problem, choices = build(Workload(GRAPHS[name](), profile_of(name), preset(devices), copies, micro_batches))
-    sweep = FrontierSearch(problem, solve_settings(), "conf/solve/test.yaml", SILENT)
+    sweep = FrontierSearch(problem, solve_settings(gap=gap), "conf/solve/test.yaml", SILENT)
     return problem, choices, tuple(sweep.frontier(float("inf"), lambda done, note="": None))
 
 
