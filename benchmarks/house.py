@@ -36,7 +36,7 @@ def copy_project(target: Path) -> Path:
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=SOURCE, check=True, capture_output=True, text=True).stdout
     for name in filter(None, listed.split("\0")):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(SOURCE / name, target / name)
+        shutil.copy2(SOURCE / name, target / name, follow_symlinks=False)
     subprocess.run(["git", "init", "--quiet"], cwd=target, check=True)
     return target
 
