@@ -1,10 +1,10 @@
 """How long commands take that answer a question: `python -m benchmarks.answers [NAME ...]`.
 
 Each is the real command, in a copy of this project that has been run once (so a cluster that is measured is not
-measured again). Of each the seconds to its first line and to its end. What counts is the wall's clock, or the seconds of
-CPU that it took where these are less: on a machine that is shared the wall's clock is that of others, too. Bars: the
-first line of `check`, `summary`, `price` and `explain` within 1 s, and `whatif` of any kind within 20 s. The last line
-is one JSON object.
+measured again). Of each the seconds to its first line and to its end. What counts is the wall's clock, or the seconds
+of CPU that it took where these are less: on a machine that is shared the wall's clock is that of others, too. Bars: the
+first line of `check`, `summary`, `price` and `explain` within 1 s, `whatif` of any kind within 20 s, `fit` of an 8B
+model on 8 devices within 30 s and of a 70B model on 64 within 90 s. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from benchmarks.small_project import environment
 STAGES = ("trace", "profile", "cluster", "solve", "checkpoint", "codegen", "train")
 FIRST, ANSWER = 1.0, 20.0
 PRICE = "price dp=4 tp=8 pp=2 zero=1 cluster=dgx_h100 nodes=8 model=llama2_70b"
+ALONE = {"check", "price", "fit 8B", "fit 70B"}  # need no run
 KINDS = ("batch", "sequence", "devices", "budget", "link", "clusters")
 
 
@@ -57,6 +58,10 @@ ASKED = {
     "explain": Asked("explain", FIRST, None),
     "price": Asked(PRICE, FIRST, None),
     **{f"whatif {kind}": Asked(f"whatif {kind}", None, ANSWER) for kind in KINDS},
+    "fit 8B": Asked("fit examples/fit/llama_8b.json --cluster dgx_h100 --sequence 4096", FIRST, 30.0),
+    "fit 70B": Asked(
+        "fit examples/fit/llama_70b.json --cluster dgx_h100_infiniband --nodes 8 --sequence 4096", FIRST, 90.0
+    ),
 }
 
 
@@ -66,7 +71,7 @@ def main(arguments: list[str]) -> int:
     names = parser.parse_args(arguments).names or list(ASKED)
     with tempfile.TemporaryDirectory(prefix="shardwright-") as folder:
         root = copy_project(Path(folder) / "project")
-        for stage in STAGES if set(names) - {"check", "price"} else ():
+        for stage in STAGES if set(names) - ALONE else ():
             command(root, stage)
         print(f"{'':20}{'first line':>18}{'whole':>18}   seconds of the wall's clock, (of CPU)")
         rows = {name: _row(name, command(root, *ASKED[name].words.split())) for name in names}

@@ -316,6 +316,28 @@ def stage_for_planning(name: str) -> Callable[[Inputs, Config], Result]:
 
 
 @command(
+    "say whether a model fits: a config.json of transformers, or a file of conf/model (docs/fit.md)",
+    argument("model", help="path of a config.json; or a file of conf/model, also by its name alone"),
+    argument("--cluster", default="dgx_h100", help="a file of conf/cluster that is described (dgx_h100)"),
+    argument("--clusters", help="a table of several instead: a100_80,h100; or all"),
+    argument("--batch", type=_positive, help="samples of a step, all devices together (2 for each device)"),
+    argument("--sequence", type=_positive, help="tokens of a sample (2048, or as many as the model takes)"),
+    argument("--precision", choices=("fp32", "bf16", "amp"), default="amp", help="(amp)"),
+    argument("--lora", type=_positive, default=0, metavar="RANK", help="train adapters of this rank, freeze the rest"),
+    argument("--devices", type=_positive, help="of a host, instead of the cluster's"),
+    argument("--nodes", type=_positive, help="hosts, instead of the cluster's"),
+    argument("--memory", type=float, dest="memory_gb", metavar="GB", help="of a device, instead of the cluster's"),
+    argument("--page", type=Path, metavar="FILE.html", help="also write a page with pictures"),
+    argument("--json", action="store_true", help="the same facts as JSON"),
+)
+def fit(root: Path, arguments: argparse.Namespace, log: Log) -> int:
+    log.info("%s: PyTorch is being loaded", arguments.model)
+    from shardwright.stages.fit import run as fitted
+
+    return fitted(root, arguments, log)
+
+
+@command(
     "run points as DVC experiments and compare them (docs/what-if.md)",
     argument("words", nargs="+", metavar="name=value,value", help="what is varied; or a file of conf/sweep"),
     argument("--name", help="of the sweep, before the time at which it began"),

@@ -1,7 +1,7 @@
 """A graph with few of the equal blocks that follow one another: what is chosen for those holds for all.
 
 A chain `a b c b c b c b c b c d` (links of equal structure have one letter) becomes `a b c b c b c d`: of each run of
-equal blocks the first two and the last are left. Every op and value of the whole graph has one that stands for it there.
+equal blocks the first two and the last are left. Every op and value of the whole graph has one that stands for it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def shortened(graph: OpGraph) -> Shortened:
 
 
 def equal_blocks(numbers: Sequence[int]) -> Iterator[EqualBlocks]:
-    """Runs of equal blocks, from the left; of several at one place that which reaches furthest, in the shortest blocks."""
+    """Runs of equal blocks, from the left; of several at one place what reaches furthest, in the shortest blocks."""
     at = 0
     while at < len(numbers):
         found = max((_run(numbers, at, length) for length in range(1, LONGEST + 1)), key=_reach)

@@ -40,6 +40,7 @@ def run(
             return 0
         config = try_settings(root, question.words)
         stages = get_log("plan", arguments.verbosity if arguments.verbosity == VERBOSE else QUIET)
+        log.info("planning %s on %s", config.choices["model"], config.choices["cluster"])
         with planning(root, run_of, stages) as planner:
             for answer in getattr(ByPlanner(root, question, planner, config, log), question.name)():
                 shown.answer = replace(answer, complete=False)

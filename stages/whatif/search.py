@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
 
 ROOM = 0.9  # of what there is, at which a larger number is tried first
@@ -80,13 +79,16 @@ def least(low: int, high: int, near: float, fits: Callable[[int], bool]) -> Iter
 def changes(points: Sequence[int], near: float, at: Callable[[int], Hashable]) -> Iterator[list[tuple[int, int]]]:
     """Neighbours at which the value differs: first all points are looked at, then the widest gap between two that
     differ is halved, until they are all as near as `near`."""
-    tried = cache(at)
-    known = sorted(set(points))
+    known: dict[int, Hashable] = {}
+    found: list[tuple[int, int]] = []
+    left = sorted(set(points))
     while True:
-        found = [(low, high) for low, high in pairwise(known) if tried(low) != tried(high)]
-        yield found
-        wide = [pair for pair in found if pair[1] - pair[0] > max(1, near * pair[1])]
-        if not wide:
+        if left:
+            point = left.pop(0)
+        elif wide := [pair for pair in found if pair[1] - pair[0] > max(1, near * pair[1])]:
+            point = sum(max(wide, key=lambda pair: pair[1] / max(1, pair[0]))) // 2
+        else:
             return
-        low, high = max(wide, key=lambda pair: pair[1] / max(1, pair[0]))
-        known = sorted([*known, (low + high) // 2])
+        known[point] = at(point)
+        found = [(low, high) for low, high in pairwise(sorted(known)) if known[low] != known[high]]
+        yield found
