@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import ceil
 from pathlib import Path
 
-from shardwright.pipeline.base.errors import BudgetError, ShardwrightError, SolveError
+from shardwright.pipeline.base.errors import BudgetError, ShardwrightError
 from shardwright.pipeline.base.files import write_atomic
 from shardwright.pipeline.base.log import QUIET, Log, get_log, say
 from shardwright.pipeline.config import (
@@ -32,23 +32,24 @@ from shardwright.pipeline.cost.resident import Kept, resident_parts, total_of
 from shardwright.pipeline.cost.step import Workload
 from shardwright.pipeline.ir.cluster import Cluster, Mesh
 from shardwright.pipeline.ir.graph import OpGraph, Role
-from shardwright.pipeline.ir.plan import Frontier, FrontierPoint, Plan
+from shardwright.pipeline.ir.plan import Frontier, FrontierPoint, Plan, Sharding
 from shardwright.pipeline.ir.profile import Profile, as_run
 from shardwright.pipeline.ir.verify import verify_sharding
 from shardwright.pipeline.models.from_config import batch_of
 from shardwright.pipeline.ops.uneven import uneven_in
+from shardwright.pipeline.sharding.lowering import with_paths
 from shardwright.pipeline.sharding.slices import fits, sliced
 from shardwright.pipeline.tracing.shortened import Shortened, shortened
 from shardwright.pipeline.tracing.trace import trace
 from shardwright.pipeline.tracking.headline import mesh_text
 from shardwright.pipeline.user.optimizer import build_optimizer
-from shardwright.stages.checkpoint.choose import choose, evaluate
+from shardwright.stages.checkpoint.choose import Candidate, choose, evaluate
 from shardwright.stages.checkpoint.unpipelined import find_alone
 from shardwright.stages.cluster.described import from_preset
 from shardwright.stages.fit_answer import FitAnswer, FitRow
 from shardwright.stages.profile.optimizer import optimizer_copies
 from shardwright.stages.profile.run import make_profile
-from shardwright.stages.solve.on_mesh import MeshProblem, price_point
+from shardwright.stages.solve.on_mesh import MeshProblem
 
 BUILD = "shardwright.pipeline.models.from_config.build"
 EACH = 2  # samples for each device, where no batch is given
@@ -104,7 +105,7 @@ def fit(question: FitQuestion, root: Path, log: Log | None = None) -> FitAnswer:
 
 def run(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     home = _home(root)
-    names = (arguments.cluster,)
+    names: tuple[str, ...] = (arguments.cluster,)
     if arguments.clusters == "all":
         names = tuple(name for name in listing(home, "cluster") if _is_described(home, name))
     elif arguments.clusters is not None:
@@ -199,16 +200,19 @@ class FittedModel:
 
     # ---- plans
 
-    def plan(self, machine: ClusterSettings, settings: Checkpoint = RECOMPUTE) -> PlanFound:
+    def plan(self, machine: ClusterSettings) -> PlanFound:
         """The fastest that fits."""
         cluster = from_preset(machine)
         meshes = self._meshes(cluster)
-        found: list[FrontierPoint] = []
-        for number, mesh in enumerate(meshes):
-            found += [replace(point, mesh=number) for point in self._points(cluster, mesh)]
-        points = sorted(found, key=lambda point: point.seconds)
-        frontier = Frontier(cluster.memory_bytes, self.profile.optimizer_copies, tuple(meshes), tuple(points))
-        candidates = find_alone(self.graph, self.profile, cluster, frontier, settings, WHERE)
+        found = [point for number in range(len(meshes)) for point in self._points(cluster, meshes, number)]
+        points = tuple(sorted(found, key=lambda point: point.seconds))
+        frontier = Frontier(cluster.memory_bytes, self.profile.optimizer_copies, tuple(meshes), points)
+        candidates: list[Candidate] = []
+        for point in points:
+            one = replace(frontier, points=(point,))
+            candidates += find_alone(self.graph, self.profile, cluster, one, RECOMPUTE, WHERE)
+            if candidates and candidates[-1].regions is not None and not _recomputes(candidates[-1]):
+                break  # those that are slower cannot be better
         try:
             return PlanFound(choose(candidates, cluster, frontier, WHERE), None, cluster, frontier)
         except BudgetError as refused:
@@ -220,66 +224,80 @@ class FittedModel:
         hosts = [mesh for mesh in others if len(cluster.hosts) > 1 and mesh.sizes[0] == len(cluster.hosts)]
         return [one, *hosts[:1]]
 
-    def _points(self, cluster: Cluster, mesh: Mesh) -> Iterator[FrontierPoint]:
+    def _problem(self, cluster: Cluster, mesh: Mesh) -> MeshProblem:
+        """Of the short model. A mesh of two axes is too wide for elimination: there all large weights are split."""
         load = Workload(self.short.graph, self.short_profile, cluster.part(mesh), self.profile.optimizer_copies)
-        whole = replace(load, graph=self.graph, profile=self.profile)
-        tensor = len(mesh.axes) > 1  # a mesh of two axes is too wide for elimination: ZeRO between hosts, all within
-        problem = MeshProblem(load, replace(SETTINGS, only=Only.tensor if tensor else Only.any), WHERE, self.log)
+        only = Only.tensor if len(mesh.axes) > 1 else Only.any
+        return MeshProblem(load, replace(SETTINGS, only=only), WHERE, self.log)
+
+    def _points(self, cluster: Cluster, meshes: Sequence[Mesh], number: int) -> Iterator[FrontierPoint]:
+        """From the fastest to the smallest: the sharding of the whole model, the price of the short one."""
+        mesh = meshes[number]
+        problem = self._problem(cluster, mesh)
         problem.settle(self.log)
         found = problem.points(float(cluster.memory_bytes), lambda done, note="": None)
         least = problem.least_point()
-        shardings = [(point.sharding, point.proof) for point in (*found, *([least] if least else ()))]
-        for number, (sharding, proof) in enumerate(shardings):
-            if sharding not in [own for own, _ in shardings[:number]]:
-                expanded = self.short.expanded(sharding)
-                verify_sharding(self.graph, expanded, mesh.sizes, uneven_in(self.graph).spots)
-                yield price_point(whole, expanded, proof)
+        known: list[Sharding] = []
+        for point in (*found, *([least] if least else ())):
+            if point.sharding not in known:
+                known.append(point.sharding)
+                yield self._whole(point, cluster, mesh, number)
+
+    def _whole(self, point: FrontierPoint, cluster: Cluster, mesh: Mesh, number: int) -> FrontierPoint:
+        expanded = self.short.expanded(point.sharding)
+        verify_sharding(self.graph, expanded, mesh.sizes, uneven_in(self.graph).spots)
+        return replace(point, mesh=number, sharding=with_paths(self.graph, expanded, cluster.part(mesh)))
 
     # ---- the other questions
 
-    def least_bytes(self, found: PlanFound, parts: int) -> int | None:
-        """What the smallest plan needs for one of so many equal parts of the batch, with the recompute that needs
-        least."""
-        cut = (self.graph.batch // parts,) * parts
-        needed = []
-        for number, point in enumerate(found.frontier.points):
-            if fits(self.graph, point.sharding, found.frontier.meshes[point.mesh].sizes, cut):
-                graph, profile = sliced(self.graph, self.profile, cut)
-                none = replace(found.frontier, budget_bytes=1)
-                needed.append(evaluate(graph, profile, found.cluster, none, number, RECOMPUTE).peak_bytes)
-        return min(needed, default=None)
+    def least_bytes(self, cluster: Cluster, mesh: Mesh, point: FrontierPoint, parts: int) -> int | None:
+        """What a plan needs for one of so many equal parts of the batch, with the recompute that needs least; None
+        where the batch cannot be cut so."""
+        batch = self.graph.batch
+        cut = (batch // parts,) * parts
+        if batch % parts or not fits(self.graph, point.sharding, mesh.sizes, cut):
+            return None
+        graph, profile = sliced(self.graph, self.profile, cut)
+        none = Frontier(1, self.profile.optimizer_copies, (mesh,), (replace(point, mesh=0),))
+        return evaluate(graph, profile, cluster, none, 0, RECOMPUTE).peak_bytes
 
     def largest_batch(self, found: PlanFound) -> int | None:
         """By the straight line through what the batch and half of it need at least; a multiple of the devices."""
         batch, devices = self.graph.batch, found.cluster.devices
-        small = replace(found, frontier=replace(found.frontier, points=found.frontier.points[-1:]))
-        whole = self.least_bytes(small, 1)
-        half = self.least_bytes(small, 2) if batch % 2 == 0 else None
-        if whole is None or half is None or half >= whole:
+        point = min(found.frontier.points, key=lambda point: (point.resident_bytes, point.peak_bytes))
+        mesh = found.frontier.meshes[point.mesh]
+        half, whole = (self.least_bytes(found.cluster, mesh, point, parts) for parts in (2, 1))
+        if half is None or whole is None or half >= whole:
             return None
         more = (found.cluster.memory_bytes - whole) / ((whole - half) / (batch / 2))
         return max(0, int((batch + more) // devices * devices))
 
     def fewest_devices(self, machine: ClusterSettings, found: PlanFound) -> tuple[int | None, int | None]:
         """The smallest half, quarter ... of the devices that fits, and the next one, which does not."""
-        devices = sum(machine.host_sizes)
-        fitting = devices if found.plan else None
-        failing = None if found.plan else devices
-        for count in self._fewer(devices) if found.plan else ():
-            if count < self._floor(found):
-                return fitting, failing or count
+        if found.plan is None:
+            return None, found.cluster.devices
+        fitting = found.cluster.devices
+        for count in self._fewer(fitting):
             own = _sized(machine, count)
+            if count < self._floor(found):
+                return fitting, count
             if own is None:
                 break
             self.log.info("trying %d devices", count)
-            try:
-                fitted = self.plan(own, replace(RECOMPUTE, micro_batches=self._most_slices(count))).plan is not None
-            except SolveError:
-                fitted = False
-            if not fitted:
+            if not self._can_hold(from_preset(own)):
                 return fitting, count
             fitting = count
-        return fitting, failing
+        return fitting, None
+
+    def _can_hold(self, cluster: Cluster) -> bool:
+        """Whether the plan that keeps least for good fits, with as many micro-batches as there can be."""
+        mesh, batch = cluster.mesh_candidates(1)[0], self.graph.batch
+        problem = self._problem(cluster, mesh)
+        least = problem.least_point() or problem.points(1.0, lambda done, note="": None)[-1]
+        point = self._whole(least, cluster, mesh, 0)
+        counts = [count for count in range(batch, 0, -1) if batch % count == 0]
+        needed = (self.least_bytes(cluster, mesh, point, count) for count in counts)
+        return next((own for own in needed if own is not None), math.inf) <= cluster.memory_bytes
 
     def _fewer(self, devices: int) -> Iterator[int]:
         while devices % 2 == 0:
@@ -290,11 +308,7 @@ class FittedModel:
         """Fewer cannot hold values, gradients and the optimizer's state, each once."""
         values = list(self.graph.of_role(Role.PARAMETER))
         kept = sum(value.type.nbytes for value in values) * (2 + self.profile.optimizer_copies)
-        return ceil(kept / found.cluster.memory_bytes)
-
-    def _most_slices(self, devices: int) -> int:
-        batch = self.graph.batch
-        return batch // devices if batch % devices == 0 else 1
+        return math.ceil(kept / found.cluster.memory_bytes)
 
     # ---- answers
 
@@ -317,7 +331,7 @@ class FittedModel:
         rest = predicted.peak_bytes - sum(memory.values())
         flops = sum(cost.flops_forward + cost.flops_backward for cost in self.profile.ops.values())
         half = self.config.model.precision is not Precision.fp32
-        rate = machine.preset.half_gflops if half and machine.preset.half_gflops else machine.preset.matmul_gflops
+        rate = (half and machine.preset.half_gflops) or machine.preset.matmul_gflops or math.inf
         return replace(
             row,
             step_seconds=predicted.step_seconds,
@@ -365,6 +379,10 @@ def _profile(graph: OpGraph, config: Config, log: Log) -> Profile:
     build = functools.partial(build_optimizer, config.train.optimizer, where)
     profile, _ = make_profile(graph, device, config.model.precision.value, build, log)
     return replace(profile, optimizer_copies=optimizer_copies(config.train.optimizer, where, device))
+
+
+def _recomputes(candidate: Candidate) -> bool:
+    return any(region.recompute for region in candidate.regions or ())
 
 
 def _sized(machine: ClusterSettings, devices: int) -> ClusterSettings | None:

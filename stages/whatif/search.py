@@ -86,7 +86,8 @@ def changes(points: Sequence[int], near: float, at: Callable[[int], Hashable]) -
         if left:
             point = left.pop(0)
         elif wide := [pair for pair in found if pair[1] - pair[0] > max(1, near * pair[1])]:
-            point = sum(max(wide, key=lambda pair: pair[1] / max(1, pair[0]))) // 2
+            low, high = max(wide, key=lambda pair: pair[1] / max(1, pair[0]))
+            point = (low + high) // 2
         else:
             return
         known[point] = at(point)
