@@ -29,7 +29,7 @@ EXAMPLES = sorted((ROOT / "examples/fit").glob("*.json"))
 SMALL = {
     "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
     "num_hidden_layers": 4, "vocab_size": 256, "max_position_embeddings": 64, "num_local_experts": 4, "d_model": 64,
-    "d_ff": 96, "d_kv": 16, "num_heads": 4, "num_layers": 4, "image_size": 32, "num_labels": 8,
+    "d_ff": 96, "d_kv": 16, "num_heads": 4, "num_layers": 5, "image_size": 32, "num_labels": 8,
 }  # fmt: skip
 
 
@@ -89,7 +89,7 @@ def test_a_short_graph_is_a_graph_and_its_plan_is_worth_what_the_whole_ones_is(f
     whole = MeshProblem(load, SETTINGS, "test", model.log)
     whole.settle(model.log)
     best = whole.points(float(cluster.memory_bytes), lambda done, note="": None)
-    ours = list(model._points(cluster, [mesh], 0))
+    ours = list(model._points(cluster, mesh))
     for point in ours:
         verify_sharding(model.graph, point.sharding, mesh.sizes)
     priced = [price_point(load, point.sharding, point.proof) for point in ours]
