@@ -53,12 +53,9 @@ def test_each_example_made_small_fits_with_a_plan_that_holds(small, path, tmp_pa
     """Four blocks are planned as three; the plan is verified for all of them, and what fills the memory adds up."""
     if path.stem == "llama_70b":
         pytest.skip("the sizes alone differ from llama_8b")
-    answer = fit(
-        FitQuestion(
-            small(path.stem), ("dgx_h100",), batch=4, sequence=None if path.stem == "vit_large" else 64, devices=2
-        ),
-        tmp_path,
-    )
+    sequence = None if path.stem == "vit_large" else 64
+    question = FitQuestion(small(path.stem), ("dgx_h100",), batch=4, sequence=sequence, devices=2)
+    answer = fit(question, tmp_path)
     (row,) = answer.rows
     assert row.fits and row.devices == 2 and row.fewest == 1, answer.text()
     assert sum(row.memory.values()) == row.peak_bytes and row.memory["optimizer state"] > 0
