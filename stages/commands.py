@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from shardwright.pipeline.config import ClusterSettings, Config
     from shardwright.pipeline.ir.cluster import Cluster
     from shardwright.pipeline.layouts.planner_stages import PlannerStages
+    from shardwright.stages.fit.run import FitStages
 
 
 class RunFailed(ShardwrightError):
@@ -332,9 +333,22 @@ def stage_for_planning(name: str) -> Callable[[Inputs, Config], Result]:
 )
 def fit(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     log.info("%s: PyTorch is being loaded", arguments.model)
-    from shardwright.stages.fit import run as fitted
+    from shardwright.stages.fit.run import run as fitted
 
-    return fitted(root, arguments, log)
+    return fitted(root, arguments, fit_stages(), log)
+
+
+def fit_stages() -> FitStages:
+    """What `fit` is made of, of several stages."""
+    from shardwright.stages.checkpoint.choose import choose, evaluate
+    from shardwright.stages.checkpoint.unpipelined import find_alone
+    from shardwright.stages.cluster.described import from_preset
+    from shardwright.stages.fit.run import FitStages
+    from shardwright.stages.profile.optimizer import optimizer_copies
+    from shardwright.stages.profile.run import make_profile
+    from shardwright.stages.solve.on_mesh import MeshProblem
+
+    return FitStages(make_profile, optimizer_copies, from_preset, MeshProblem, find_alone, choose, evaluate)
 
 
 @command(

@@ -13,7 +13,7 @@ import pytest
 from shardwright.pipeline.ops.table import FAMILIES
 
 PROJECT = Path(__file__).parents[2]
-REACH_ACROSS = {"stages.command_line", "stages.check", "stages.commands", "stages.fit", "stages.summary"}
+REACH_ACROSS = {"stages.command_line", "stages.check", "stages.commands", "stages.summary"}
 OF_MLFLOW = {"pipeline.tracking.sender", "pipeline.tracking.store"}
 SLOW = {"omegaconf", "pyomo", "mlflow", "dvc"}
 LIGHT = (

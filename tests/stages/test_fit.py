@@ -21,7 +21,8 @@ from shardwright.pipeline.tracing.shortened import EqualBlocks, equal_blocks, sh
 from shardwright.pipeline.tracing.trace import trace
 from shardwright.stages.cluster.described import from_preset
 from shardwright.stages.command_line import main
-from shardwright.stages.fit import SETTINGS, FitQuestion, FittedModel, _model, fit
+from shardwright.stages.commands import fit_stages
+from shardwright.stages.fit.run import SETTINGS, FitQuestion, FittedModel, _model, fit
 from shardwright.stages.solve.on_mesh import MeshProblem, price_point
 from tests.small_configs import shrink
 
@@ -55,7 +56,7 @@ def test_each_example_made_small_fits_with_a_plan_that_holds(small, path, tmp_pa
         pytest.skip("the sizes alone differ from llama_8b")
     sequence = None if path.stem == "vit_large" else 64
     question = FitQuestion(small(path.stem), ("dgx_h100",), batch=4, sequence=sequence, devices=2)
-    answer = fit(question, tmp_path)
+    answer = fit(question, tmp_path, fit_stages())
     (row,) = answer.rows
     assert row.fits and row.devices == 2 and row.fewest == 1, answer.text()
     assert sum(row.memory.values()) == row.peak_bytes and row.memory["optimizer state"] > 0
@@ -70,7 +71,7 @@ def fitted(small):
     base = load_config(ROOT)
     machine = load_part(ROOT, "cluster", "dgx_h100", devices=2)
     config = replace(base, model=_model(question, ROOT, base, 4), cluster=machine)
-    return FittedModel.of(config, logging.getLogger("fit-test")), machine, config
+    return FittedModel.of(config, fit_stages(), logging.getLogger("fit-test")), machine, config
 
 
 def test_a_short_graph_is_a_graph_and_its_plan_is_worth_what_the_whole_ones_is(fitted):
@@ -95,7 +96,9 @@ def test_a_short_graph_is_a_graph_and_its_plan_is_worth_what_the_whole_ones_is(f
 
 
 def test_what_does_not_fit_is_told_with_what_would(small, tmp_path):
-    answer = fit(FitQuestion(small("llama_8b"), ("dgx_h100",), batch=4, devices=2, memory_gb=0.0001), tmp_path)
+    answer = fit(
+        FitQuestion(small("llama_8b"), ("dgx_h100",), batch=4, devices=2, memory_gb=0.0001), tmp_path, fit_stages()
+    )
     assert not answer.fits and "the tightest feasible budget is" in answer.text()
 
 
@@ -115,7 +118,7 @@ def test_adapters_train_alone_and_begin_as_the_model(small):
 
 
 def test_adapters_have_no_gradients_and_no_optimizer_state_for_what_is_frozen(small, tmp_path):
-    answer = fit(FitQuestion(small("llama_8b"), ("h100",), batch=2, sequence=64, lora=2), tmp_path)
+    answer = fit(FitQuestion(small("llama_8b"), ("h100",), batch=2, sequence=64, lora=2), tmp_path, fit_stages())
     memory = answer.rows[0].memory
     assert answer.frozen > 4 * answer.parameters and memory["buffers"] >= 2 * answer.frozen  # in half precision
     assert memory["values"] == memory["gradients"] == 4 * answer.parameters
@@ -162,9 +165,9 @@ def test_without_transformers_it_says_what_to_install(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ShardwrightError, match="shardwright\\[hf\\]"):
-        fit(FitQuestion(str(tmp_path / "config.json")), tmp_path)
+        fit(FitQuestion(str(tmp_path / "config.json")), tmp_path, fit_stages())
 
 
 def test_a_model_that_is_nowhere_is_told(tmp_path):
     with pytest.raises(ShardwrightError, match="neither a config"):
-        fit(FitQuestion("nothing"), tmp_path)
+        fit(FitQuestion("nothing"), tmp_path, fit_stages())

@@ -11,9 +11,10 @@ from __future__ import annotations
 import argparse
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from shardwright.pipeline.base.errors import BudgetError, ShardwrightError
 from shardwright.pipeline.base.files import write_atomic
@@ -44,13 +45,7 @@ from shardwright.pipeline.tracing.shortened import Shortened, shortened
 from shardwright.pipeline.tracing.trace import trace
 from shardwright.pipeline.tracking.headline import mesh_text
 from shardwright.pipeline.user.optimizer import build_optimizer
-from shardwright.stages.checkpoint.choose import Candidate, choose, evaluate
-from shardwright.stages.checkpoint.unpipelined import find_alone
-from shardwright.stages.cluster.described import from_preset
-from shardwright.stages.fit_answer import FitAnswer, FitRow
-from shardwright.stages.profile.optimizer import optimizer_copies
-from shardwright.stages.profile.run import make_profile
-from shardwright.stages.solve.on_mesh import MeshProblem
+from shardwright.stages.fit.answer import FitAnswer, FitRow
 
 BUILD = "shardwright.pipeline.models.from_config.build"
 EACH = 2  # samples for each device, where no batch is given
@@ -58,6 +53,19 @@ SECONDS = 3.0  # of one solve, where elimination cannot do it
 SETTINGS = Solve(backend=Backend.highs, search=Search.dp, frontier_points=3, gap=1e-2, time_limit_s=SECONDS)
 RECOMPUTE = Checkpoint(recompute=Recompute.optimal, pipeline=Pipeline("off"), micro_batches="solve")
 WHERE = "fit"
+
+
+@dataclass(frozen=True)
+class FitStages:
+    """What the stages do for it: no stage imports another."""
+
+    profile: Callable[..., tuple[Profile, str]]
+    optimizer_copies: Callable[..., float]
+    cluster: Callable[[ClusterSettings], Cluster]
+    mesh_problem: Callable[..., Any]  # of solve
+    find_alone: Callable[..., list[Any]]  # of checkpoint, as the next two
+    choose: Callable[..., Plan]
+    evaluate: Callable[..., Any]
 
 
 class FitError(ShardwrightError):
@@ -83,7 +91,7 @@ class FitQuestion:
         return self.model.endswith(".json")
 
 
-def fit(question: FitQuestion, root: Path, log: Log | None = None) -> FitAnswer:
+def fit(question: FitQuestion, root: Path, stages: FitStages, log: Log | None = None) -> FitAnswer:
     """`root` is a project, or any folder: clusters are then those that come with Shardwright."""
     log = log or get_log("fit", QUIET)
     home = _home(root)
@@ -98,13 +106,13 @@ def fit(question: FitQuestion, root: Path, log: Log | None = None) -> FitAnswer:
         device = machine.device.value
         if device not in models:
             log.info("tracing %s, without weights", question.model)
-            models[device] = FittedModel.of(replace(config, cluster=machine), log)
+            models[device] = FittedModel.of(replace(config, cluster=machine), stages, log)
         log.info("planning for %d devices of %s", sum(machine.host_sizes), name)
         rows.append(models[device].row(name, machine, alone=len(machines) == 1))
     return models[device].answer(question, batch, rows)
 
 
-def run(root: Path, arguments: argparse.Namespace, log: Log) -> int:
+def run(root: Path, arguments: argparse.Namespace, stages: FitStages, log: Log) -> int:
     home = _home(root)
     names: tuple[str, ...] = (arguments.cluster,)
     if arguments.clusters == "all":
@@ -113,7 +121,9 @@ def run(root: Path, arguments: argparse.Namespace, log: Log) -> int:
         names = tuple(name for name in arguments.clusters.split(",") if name)
     words = ("model", "batch", "sequence", "precision", "lora", "devices", "nodes", "memory_gb")
     with no_collection():  # a tenth of the time
-        answer = fit(FitQuestion(clusters=names, **{word: getattr(arguments, word) for word in words}), root, log)
+        answer = fit(
+            FitQuestion(clusters=names, **{word: getattr(arguments, word) for word in words}), root, stages, log
+        )
     if arguments.page is not None:
         try:
             write_atomic(arguments.page, answer.page().encode())
@@ -126,7 +136,7 @@ def run(root: Path, arguments: argparse.Namespace, log: Log) -> int:
 
 
 def _home(root: Path) -> Path:
-    return root if (root / "conf" / "config.yaml").is_file() else Path(__file__).resolve().parents[1]
+    return root if (root / "conf" / "config.yaml").is_file() else Path(__file__).resolve().parents[2]
 
 
 def _is_described(home: Path, name: str) -> bool:
@@ -185,6 +195,7 @@ class FittedModel:
     """A model traced and profiled for one kind of device; all clusters of that kind share it."""
 
     config: Config
+    stages: FitStages
     graph: OpGraph
     profile: Profile
     short: Shortened
@@ -192,37 +203,37 @@ class FittedModel:
     log: Log
 
     @classmethod
-    def of(cls, config: Config, log: Log) -> FittedModel:
+    def of(cls, config: Config, stages: FitStages, log: Log) -> FittedModel:
         traced = trace(config)
         short = shortened(traced)
-        profile, small = (_profile(graph, config, log) for graph in (traced, short.graph))
+        profile, small = (_profile(graph, config, stages, log) for graph in (traced, short.graph))
         graph = as_run(traced, profile.types)
         short = replace(short, whole=graph, graph=as_run(short.graph, small.types))
-        return cls(config, graph, profile, short, small, log)
+        return cls(config, stages, graph, profile, short, small, log)
 
     # ---- plans
 
     def plan(self, machine: ClusterSettings) -> PlanFound:
         """The fastest that fits."""
-        cluster = from_preset(machine)
+        cluster = self.stages.cluster(machine)
         mesh = cluster.mesh_candidates(1)[0]
         points = tuple(sorted(self._points(cluster, mesh), key=lambda point: point.seconds))
         frontier = Frontier(cluster.memory_bytes, self.profile.optimizer_copies, (mesh,), points)
-        candidates: list[Candidate] = []
+        candidates: list[Any] = []
         for point in points:
             one = replace(frontier, points=(point,))
-            candidates += find_alone(self.graph, self.profile, cluster, one, RECOMPUTE, WHERE)
+            candidates += self.stages.find_alone(self.graph, self.profile, cluster, one, RECOMPUTE, WHERE)
             if candidates and candidates[-1].regions is not None and not _recomputes(candidates[-1]):
                 break  # those that are slower cannot be better
         try:
-            return PlanFound(choose(candidates, cluster, frontier, WHERE), None, cluster, frontier)
+            return PlanFound(self.stages.choose(candidates, cluster, frontier, WHERE), None, cluster, frontier)
         except BudgetError as refused:
             return PlanFound(None, refused, cluster, frontier)
 
-    def _problem(self, cluster: Cluster, mesh: Mesh) -> MeshProblem:
+    def _problem(self, cluster: Cluster, mesh: Mesh) -> Any:
         """Of the short model."""
         load = Workload(self.short.graph, self.short_profile, cluster.part(mesh), self.profile.optimizer_copies)
-        return MeshProblem(load, SETTINGS, WHERE, self.log)
+        return self.stages.mesh_problem(load, SETTINGS, WHERE, self.log)
 
     def _points(self, cluster: Cluster, mesh: Mesh) -> Iterator[FrontierPoint]:
         """From the fastest to the smallest: the sharding of the whole model, the price of the short one."""
@@ -252,7 +263,8 @@ class FittedModel:
             return None
         graph, profile = sliced(self.graph, self.profile, cut)
         none = Frontier(1, self.profile.optimizer_copies, (mesh,), (point,))
-        return evaluate(graph, profile, cluster, none, 0, RECOMPUTE).peak_bytes
+        found = self.stages.evaluate(graph, profile, cluster, none, 0, RECOMPUTE)
+        return int(found.peak_bytes)
 
     def largest_batch(self, found: PlanFound) -> int | None:
         """By the straight line through what the batch and half of it need at least; a multiple of the devices."""
@@ -277,7 +289,7 @@ class FittedModel:
             if own is None:
                 break
             self.log.info("trying %d devices", count)
-            if not self._can_hold(from_preset(own)):
+            if not self._can_hold(self.stages.cluster(own)):
                 return fitting, count
             fitting = count
         return fitting, None
@@ -366,15 +378,15 @@ class FittedModel:
         )
 
 
-def _profile(graph: OpGraph, config: Config, log: Log) -> Profile:
+def _profile(graph: OpGraph, config: Config, stages: FitStages, log: Log) -> Profile:
     """As the stage makes it, without its pictures."""
     device, where = config.cluster.device.value, "conf/train: optimizer"
     build = functools.partial(build_optimizer, config.train.optimizer, where)
-    profile, _ = make_profile(graph, device, config.model.precision.value, build, log)
-    return replace(profile, optimizer_copies=optimizer_copies(config.train.optimizer, where, device))
+    profile, _ = stages.profile(graph, device, config.model.precision.value, build, log)
+    return replace(profile, optimizer_copies=stages.optimizer_copies(config.train.optimizer, where, device))
 
 
-def _recomputes(candidate: Candidate) -> bool:
+def _recomputes(candidate: Any) -> bool:
     return any(region.recompute for region in candidate.regions or ())
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
-STYLE = Path(__file__).parent / "report" / "page.css"
+STYLE = Path(__file__).parents[1] / "report" / "page.css"
 COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#9c6b4e", "#9498a0")
 COLUMNS = ("cluster", "devices", "fits", "step", "samples/s", "tokens/s", "MFU", "memory", "plan")
 
