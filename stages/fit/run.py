@@ -50,8 +50,9 @@ from shardwright.stages.fit.answer import FitAnswer, FitRow
 BUILD = "shardwright.pipeline.models.from_config.build"
 EACH = 2  # samples for each device, where no batch is given
 SECONDS = 3.0  # of one solve, where elimination cannot do it
-SETTINGS = Solve(backend=Backend.highs, search=Search.dp, frontier_points=3, gap=1e-2, time_limit_s=SECONDS)
-RECOMPUTE = Checkpoint(recompute=Recompute.optimal, pipeline=Pipeline("off"), micro_batches="solve")
+SETTINGS = Solve(backend=Backend.highs, search=Search.dp, frontier_points=2, gap=1e-2, time_limit_s=SECONDS)
+WHOLE = Checkpoint(recompute=Recompute.optimal, pipeline=Pipeline("off"))
+CUT = replace(WHOLE, micro_batches="solve")  # where the whole batch at once does not fit
 WHERE = "fit"
 
 
@@ -219,16 +220,24 @@ class FittedModel:
         mesh = cluster.mesh_candidates(1)[0]
         points = tuple(sorted(self._points(cluster, mesh), key=lambda point: point.seconds))
         frontier = Frontier(cluster.memory_bytes, self.profile.optimizer_copies, (mesh,), points)
-        candidates: list[Any] = []
-        for point in points:
+        refused: BudgetError | None = None
+        for settings in (WHOLE, CUT):
+            candidates = self._candidates(cluster, frontier, settings)
+            try:
+                return PlanFound(self.stages.choose(candidates, cluster, frontier, WHERE), None, cluster, frontier)
+            except BudgetError as error:
+                refused = error
+        return PlanFound(None, refused, cluster, frontier)
+
+    def _candidates(self, cluster: Cluster, frontier: Frontier, settings: Checkpoint) -> list[Any]:
+        """Each plan with its recompute, until one fits without: those that are slower cannot be better."""
+        found: list[Any] = []
+        for point in frontier.points:
             one = replace(frontier, points=(point,))
-            candidates += self.stages.find_alone(self.graph, self.profile, cluster, one, RECOMPUTE, WHERE)
-            if candidates and candidates[-1].regions is not None and not _recomputes(candidates[-1]):
-                break  # those that are slower cannot be better
-        try:
-            return PlanFound(self.stages.choose(candidates, cluster, frontier, WHERE), None, cluster, frontier)
-        except BudgetError as refused:
-            return PlanFound(None, refused, cluster, frontier)
+            found += self.stages.find_alone(self.graph, self.profile, cluster, one, settings, WHERE)
+            if found and found[-1].regions is not None and not _recomputes(found[-1]):
+                break
+        return found
 
     def _problem(self, cluster: Cluster, mesh: Mesh) -> Any:
         """Of the short model."""
@@ -263,7 +272,7 @@ class FittedModel:
             return None
         graph, profile = sliced(self.graph, self.profile, cut)
         none = Frontier(1, self.profile.optimizer_copies, (mesh,), (point,))
-        found = self.stages.evaluate(graph, profile, cluster, none, 0, RECOMPUTE)
+        found = self.stages.evaluate(graph, profile, cluster, none, 0, WHOLE)
         return int(found.peak_bytes)
 
     def largest_batch(self, found: PlanFound) -> int | None:
