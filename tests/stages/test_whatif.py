@@ -23,8 +23,8 @@ from shardwright.pipeline.layouts.step import LayoutPrices
 from shardwright.pipeline.layouts.traced import Works
 from shardwright.stages.command_line import main
 from shardwright.stages.commands import planner_stages
-from shardwright.stages.whatif.answer import SlowerLinks, table
-from shardwright.stages.whatif.planned import signature
+from shardwright.stages.whatif.answer import STOPPED, SlowerLinks, table
+from shardwright.stages.whatif.planned import ByPlanner, signature
 from shardwright.stages.whatif.planner import slower
 from shardwright.stages.whatif.search import FitLimit, changes, fewest, largest, least
 from tests.flow.project import TINY
@@ -96,8 +96,8 @@ def test_the_least_lies_within_what_was_asked(limit):
 
 
 def test_every_change_between_the_points_is_found_with_both_sides():
-    coarse, *_, found = changes([100, 1000, 10000], 0.001, lambda n: (n >= 250) + (n >= 2500) + (n >= 2600))
-    assert coarse == [(100, 1000), (1000, 10000)]
+    none, first, both, *_, found = changes([100, 1000, 10000], 0.001, lambda n: (n >= 250) + (n >= 2500) + (n >= 2600))
+    assert (none, first, both) == ([], [(100, 1000)], [(100, 1000), (1000, 10000)])  # coarse first
     assert [(low < edge <= high) for (low, high), edge in zip(found, (250, 2500, 2600), strict=True)] == [True] * 3
 
 
@@ -300,6 +300,32 @@ def test_devices_links_and_clusters_of_the_configured_model(ask):
     assert now["step_ms"] < half["step_ms"] < late["step_ms"] and half["step_ms"] <= half["same_layouts_ms"]
     found = ask("clusters", "tiny,preset_cpu", "solve.memory_budget_gb=3.5")
     assert [row["devices"] for row in found["rows"]] == [2, 2] and found["found"]["fastest"] in ("tiny", "preset_cpu")
+
+
+# ---- stopped before the end
+
+
+def test_with_no_time_the_first_answer_is_told_and_says_so(project, monkeypatch, capsys):
+    monkeypatch.chdir(project)
+    assert main(["whatif", "clusters", "tiny,preset_cpu", "--seconds", "0", "--json", "-q"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert not found["complete"] and [row["cluster"] for row in found["rows"]] == ["tiny"]
+
+
+def test_ctrl_c_tells_what_is_known(project, monkeypatch, capsys):
+    monkeypatch.chdir(project)
+    planned, seen = ByPlanner.plan, []
+
+    def plan(self, *given, **how):
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(given)
+        return planned(self, *given, **how)
+
+    monkeypatch.setattr(ByPlanner, "plan", plan)
+    assert main(["whatif", "clusters", "tiny,preset_cpu", "--seconds", "100000", "-q"]) == 130
+    out, err = capsys.readouterr()
+    assert "tiny is the fastest" in out and STOPPED in out and err == "interrupted\n"
 
 
 # ---- mistakes, and the table
