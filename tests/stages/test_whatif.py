@@ -365,7 +365,9 @@ def test_what_fails_for_every_value_is_told_once(project, monkeypatch, capsys, w
     monkeypatch.chdir(project)
     assert main(["whatif", *words]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and err.startswith("error: ") and "no_such" in err, err
+    begun, *told = err.splitlines()
+    assert out == "" and begun.startswith("[whatif] planning "), err
+    assert len(told) == 1 and told[0].startswith("error: ") and "no_such" in told[0], err
 
 
 def test_the_table_aligns_figures_and_cuts_long_reasons():
