@@ -112,6 +112,8 @@ def _without(graph: OpGraph, links: set[int], values: Mapping[str, str]) -> OpGr
     gone = {name for link in links for name in graph.chain[link].ops}
     ops = tuple(replace(op, args=_renamed(op.args, values)) for op in graph.ops if op.name not in gone)
     needed = {name for op in ops for name in (*op.inputs, *op.outputs)} | {graph.output}
+    written = {name for op in graph.ops for name in op.outputs}  # what nothing writes or reads stays as it is
+    needed |= {name for name, readers in graph.consumers().items() if not readers and name not in written}
     chain = tuple(
         replace(link, input=link.input and values[link.input])
         for number, link in enumerate(graph.chain)
