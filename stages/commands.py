@@ -8,8 +8,10 @@ import json
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +21,11 @@ from shardwright.pipeline.base.log import QUIET, VERBOSE, Log, say
 from shardwright.pipeline.base.signals import run_dvc
 
 if TYPE_CHECKING:
-    from shardwright.pipeline.config import ClusterSettings
+    from shardwright.pipeline.base.stage import Inputs, Result
+    from shardwright.pipeline.config import ClusterSettings, Config
     from shardwright.pipeline.ir.cluster import Cluster
     from shardwright.pipeline.layouts.planner_stages import PlannerStages
+    from shardwright.stages.fit.run import FitStages
 
 
 class RunFailed(ShardwrightError):
@@ -97,6 +101,7 @@ def check(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     from shardwright.stages.check import check as judge
 
     draft = read_draft(root)
+    log.info("conf/ is read; now the code and the data that it names")
     judge(root, draft, log)
     chosen = ", ".join(f"{group}={name}" for group, name in draft.config.choices.items())
     log.info("the configuration is valid: %s", chosen)
@@ -229,6 +234,11 @@ def planner_stages() -> PlannerStages:
     argument("words", nargs="*", metavar="name=value", help="what is given; `search` frees the rest"),
 )
 def price(root: Path, arguments: argparse.Namespace, log: Log) -> int:
+    from shardwright.pipeline.config import load_config
+    from shardwright.pipeline.layouts.words import find_model, in_words, read_words
+
+    model = find_model(root, read_words(arguments.words), load_config(root))  # a mistake in a word is told at once
+    log.info("%s, batch %d: traced two layers deep", in_words(model), model.batch)
     from shardwright.stages.price import run as priced
 
     return priced(root, arguments, planner_stages(), log)
@@ -273,6 +283,12 @@ def _described(settings: ClusterSettings) -> Cluster:
     argument("--json", action="store_true", help="the same facts as JSON"),
 )
 def explain(root: Path, arguments: argparse.Namespace, log: Log) -> int:
+    from shardwright.pipeline.base.artifacts import KINDS
+
+    plan = KINDS["plan"].path(root)
+    if not arguments.diff and plan.is_file():
+        made = time.strftime("%Y-%m-%d %H:%M", time.localtime(plan.stat().st_mtime))
+        log.info("the plan of %s, made %s", plan.relative_to(root), made)
     from shardwright.stages.checkpoint.choose import evaluate
     from shardwright.stages.solve.explain.run import explain as told
 
@@ -285,13 +301,54 @@ def explain(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     argument("words", nargs="*", metavar="name=value", help="settings, or a transformer as `price` takes it"),
     argument("--step", type=_positive, help="batch and sequence: what the answer is a multiple of"),
     argument("--most", type=_positive, help="batch, sequence and devices: the largest that is tried"),
+    argument("--seconds", type=float, default=15.0, help="after which it says what is known by then (15)"),
     argument("--json", action="store_true", help="the same facts as JSON"),
 )
 def whatif(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     from shardwright.stages.whatif.run import run as answered
 
-    stages = lambda stage: importlib.import_module(f"shardwright.stages.{stage}.run").run  # noqa: E731
-    return answered(root, arguments, stages, planner_stages, log)
+    return answered(root, arguments, stage_for_planning, planner_stages, log)
+
+
+def stage_for_planning(name: str) -> Callable[[Inputs, Config], Result]:
+    """What the stage of that name does for a plan, and nothing beside."""
+    found: Callable[..., Result] = importlib.import_module(f"shardwright.stages.{name}.run").run
+    return partial(found, compared=False) if name == "solve" else found
+
+
+@command(
+    "say whether a model fits: a config.json of transformers, or a file of conf/model (docs/fit.md)",
+    argument("model", help="path of a config.json; or a file of conf/model, also by its name alone"),
+    argument("--cluster", default="dgx_h100", help="a file of conf/cluster that is described (dgx_h100)"),
+    argument("--clusters", help="a table of several instead: a100_80,h100; or all"),
+    argument("--batch", type=_positive, help="samples of a step, all devices together (2 for each device)"),
+    argument("--sequence", type=_positive, help="tokens of a sample (2048, or as many as the model takes)"),
+    argument("--precision", choices=("fp32", "bf16", "amp"), default="amp", help="(amp)"),
+    argument("--lora", type=_positive, default=0, metavar="RANK", help="train adapters of this rank, freeze the rest"),
+    argument("--devices", type=_positive, help="of a host, instead of the cluster's"),
+    argument("--nodes", type=_positive, help="hosts, instead of the cluster's"),
+    argument("--memory", type=float, dest="memory_gb", metavar="GB", help="of a device, instead of the cluster's"),
+    argument("--page", type=Path, metavar="FILE.html", help="also write a page with pictures"),
+    argument("--json", action="store_true", help="the same facts as JSON"),
+)
+def fit(root: Path, arguments: argparse.Namespace, log: Log) -> int:
+    log.info("%s: PyTorch is being loaded", arguments.model)
+    from shardwright.stages.fit.run import run as fitted
+
+    return fitted(root, arguments, fit_stages(), log)
+
+
+def fit_stages() -> FitStages:
+    """What `fit` is made of, of several stages."""
+    from shardwright.stages.checkpoint.choose import choose, evaluate
+    from shardwright.stages.checkpoint.unpipelined import find_alone
+    from shardwright.stages.cluster.described import from_preset
+    from shardwright.stages.fit.run import FitStages
+    from shardwright.stages.profile.optimizer import optimizer_copies
+    from shardwright.stages.profile.run import make_profile
+    from shardwright.stages.solve.on_mesh import MeshProblem
+
+    return FitStages(make_profile, optimizer_copies, from_preset, MeshProblem, find_alone, choose, evaluate)
 
 
 @command(

@@ -145,7 +145,11 @@ class SolveError(ShardwrightError):
 
 
 class BudgetError(SolveError):
-    """No plan is small enough for the memory."""
+    """No plan is small enough for the memory; `least` is what the smallest needs, `budget` what there is."""
+
+    def __init__(self, what: str, *, least: int, budget: int, where: str | None = None, remedy: str | None = None):
+        self.least, self.budget = least, budget
+        super().__init__(what, where=where, remedy=remedy)
 
 
 class CodegenError(ShardwrightError):

@@ -355,6 +355,8 @@ def _refusal(
     return BudgetError(
         f"no plan fits {gigabytes(frontier.budget_bytes)}: the tightest feasible budget is "
         f"{budget_of(least)}, of which {consists}",
+        least=least,
+        budget=frontier.budget_bytes,
         where=where,
         remedy=f"raise the budget to that, {better}or use more devices",
     )

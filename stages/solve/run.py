@@ -30,7 +30,8 @@ PAGE = "runs/solve/plans.md"
 Make = Callable[[Mesh], MeshProblem]
 
 
-def run(inputs: Inputs, config: Config) -> Result:
+def run(inputs: Inputs, config: Config, compared: bool = True) -> Result:
+    """`compared`: with the plans that people know by name beside ours, of which no plan depends."""
     profile, cluster, settings = inputs["profile"], inputs["cluster"], config.solve
     graph = as_run(inputs["graph"], profile.types)
     where = f"conf/solve/{config.choices['solve']}.yaml"
@@ -68,7 +69,7 @@ def run(inputs: Inputs, config: Config) -> Result:
         copies,
         tuple(Mesh(mesh.cluster.axes) for mesh in planned),
         _unbeaten(found),
-        best_rows(kept),
+        best_rows(kept) if compared else (),
         tuple(replace(point, mesh=len(kept) + point.mesh) for point in parts),
         micro_batches,
         cluster.correction,

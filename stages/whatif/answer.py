@@ -11,6 +11,7 @@ from shardwright.pipeline.base.errors import ShardwrightError
 from shardwright.stages.whatif.search import FitLimit
 
 PLANNER, LAYOUTS = "the planner", "layouts"
+STOPPED = "stopped here: with more `--seconds` it goes on"
 LONGEST = 100  # characters of a cell
 Row = Mapping[str, Any]  # by column; None: not known
 
@@ -47,12 +48,14 @@ class Answer:
     answer: str
     rows: tuple[Row, ...]
     found: Mapping[str, Any]  # the answer's own figures
+    complete: bool = True  # else it was stopped, and more could be found
 
     @classmethod
     def of_devices(cls, by: str, about: str, limit: FitLimit, most: int, rows: Sequence[Row]) -> Answer:
         said = f"{limit.fits} devices are the fewest that fit"
         if not limit.fits:
-            said = f"up to {most} devices do not fit (--most)"
+            tried = most if limit.fails is None else limit.fails
+            said = f"up to {tried} devices do not fit" + (" (--most)" if tried == most else "")
         return cls("devices", by, about, said, tuple(rows), vars(limit))
 
     @classmethod
@@ -77,7 +80,8 @@ class Answer:
         return json.dumps(content, indent=1)
 
     def text(self) -> str:
-        return "\n".join([f"{self.about} (by {self.by})", *(table(self.rows) if self.rows else ()), self.answer])
+        said = self.answer if self.complete else f"{self.answer}; {STOPPED}"
+        return "\n".join([f"{self.about} (by {self.by})", *(table(self.rows) if self.rows else ()), said])
 
 
 def table(rows: Sequence[Row]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -15,7 +16,8 @@ from shardwright.pipeline.layouts.step import LayoutPrices, Price
 from shardwright.pipeline.layouts.traced import Works
 from shardwright.pipeline.layouts.words import Asked, find_machine, find_model, in_words, read_words
 from shardwright.stages.whatif.answer import LAYOUTS, Answer, Question, Row, WhatIfError
-from shardwright.stages.whatif.search import fewest, largest
+from shardwright.stages.whatif.presets import described_gpus, that_may_have
+from shardwright.stages.whatif.search import FitLimit, fewest, largest
 
 MOST_DEVICES = 16384
 Found = tuple[ParallelLayout, Price] | LayoutError
@@ -82,11 +84,11 @@ class ByLayouts:
         tried: dict[int, Found] = {}
         unit = self.question.step or 1024
 
-        def fits(size: int) -> bool:
+        def needs(size: int) -> float:
             tried[size] = self.best(replace(self.model, sequence=size))
-            return not isinstance(tried[size], LayoutError)
+            return math.inf if isinstance(tried[size], LayoutError) else 0.5
 
-        limit = largest(self.model.sequence, unit, self.question.most or 1 << 22, fits)
+        *_, limit = largest(self.model.sequence, unit, self.question.most or 1 << 22, needs)
         rows = tuple({"sequence": size, **_row(found)} for size, found in sorted(tried.items()))
         if limit.fits is None:
             raise WhatIfError(f"not even a sequence of {unit} fits: {rows[0]['layout']}", remedy="add nodes")
@@ -106,7 +108,7 @@ class ByLayouts:
             every = candidates(model, count, self.wanted)
             return any(prices.memory(layout) <= self.machine.memory_bytes for layout in every)
 
-        limit = fewest(counts, fits)
+        *_, limit = fewest(counts, fits) if counts else [FitLimit(None, None)]
         sides = [count for count in (limit.fails, limit.fits) if count is not None]
         rows = [{"devices": n, **_row(self.best(machine=self.machine.sized(n)))} for n in sides]
         return Answer.of_devices(LAYOUTS, f"{self._about_model()}, devices of {self.cluster}", limit, most, rows)
@@ -143,7 +145,8 @@ class ByLayouts:
     def clusters(self) -> Answer:
         """Each with as many devices as the one that was asked for, or with `nodes` hosts."""
         rows: list[Row] = []
-        for name in self.question.clusters:
+        names = self.question.clusters or that_may_have(self.machine.devices, described_gpus(self.root))
+        for name in names:
             asked = replace(self.asked, names={**self.asked.names, "cluster": name})
             _, machine = find_machine(self.root, asked, self.config, self.works.stages, self.machine.devices)
             rows.append({"cluster": name, "devices": machine.devices, **_row(self.best(machine=machine))})

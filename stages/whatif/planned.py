@@ -1,8 +1,13 @@
-"""Answers by the planner: the configured model, traced, profiled, solved and checkpointed for every value tried."""
+"""Answers by the planner: the configured model, traced, profiled, solved and checkpointed for every value tried.
+
+Each question gives an answer after every try, coarse first: the last one is the best that is known.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import ceil
@@ -18,10 +23,12 @@ from shardwright.pipeline.ir.plan import Plan
 from shardwright.pipeline.tracking.headline import mesh_text
 from shardwright.stages.whatif.answer import PLANNER, Answer, Question, Row, WhatIfError, short
 from shardwright.stages.whatif.planner import Planner, PlanOutcome, slower, with_budget
-from shardwright.stages.whatif.search import changes, fewest, largest, least
+from shardwright.stages.whatif.presets import described_gpus
+from shardwright.stages.whatif.search import FitLimit, changes, fewest, largest, least
 
 NEAR = 0.01  # budgets are found to this part of themselves
 GRID = 12  # budgets at which the plan is looked at before neighbours that differ are narrowed down
+Answers = Iterator[Answer]  # better and better ones
 LONGEST = ("context", "max_position_embeddings", "n_positions", "n_ctx", "block_size", "max_seq_len", "seq_len")
 
 
@@ -58,41 +65,40 @@ class ByPlanner:
 
     # ---- batch and sequence
 
-    def batch(self) -> Answer:
+    def batch(self) -> Answers:
         """The largest first dim of the batch: of one micro-batch, where a step has several."""
         start = _size(self.config, "batch", 0)
         return self._largest("batch", 0, start, self.question.step or self.planner.cluster(self.config).devices)
 
-    def sequence(self) -> Answer:
+    def sequence(self) -> Answers:
         """The largest second dim of the batch; arguments of the module that limit it grow along."""
         return self._largest("sequence", 1, _size(self.config, "sequence", 1), self.question.step or 16)
 
-    def _largest(self, name: str, dim: int, start: int, step: int) -> Answer:
+    def _largest(self, name: str, dim: int, start: int, step: int) -> Answers:
         tried: dict[int, PlanOutcome] = {}
 
-        def fits(size: int) -> bool:
+        def needs(size: int) -> float:
             tried[size] = self.plan(_with_dim(self.config, dim, size), f"{name} {size}", of_any=not tried)
-            return tried[size].fits
+            return needs_of(tried[size])
 
-        limit = largest(start, step, self.question.most or 1 << 20, fits)
-        if limit.fits is None:
+        limit = None
+        for limit in largest(start, step, self.question.most or 1 << 20, needs):
+            rows = tuple(
+                {name: size, **_row(found, _samples(_with_dim(self.config, dim, size)))}
+                for size, found in sorted(tried.items())
+            )
+            figures = {**vars(limit), "step": step}
+            yield Answer(name, PLANNER, self.about(), _largest_in_words(name, limit, step), rows, figures)
+        if limit is None or limit.fits is None:
             smallest = tried[min(tried)].error
             assert smallest is not None
             if not isinstance(smallest, BudgetError):  # of the model, the devices or a setting
                 raise smallest
             raise WhatIfError(f"not even a {name} of {min(tried)} fits: {smallest.what}", remedy=smallest.remedy)
-        rows = tuple(
-            {name: size, **_row(found, _samples(_with_dim(self.config, dim, size)))}
-            for size, found in sorted(tried.items())
-        )
-        said = f"the largest {name} that fits is {limit.fits}; {limit.fails} does not (in steps of {step})"
-        if limit.fails is None:
-            said = f"a {name} of {limit.fits} fits, and no larger one was tried (--most)"
-        return Answer(name, PLANNER, self.about(), said, rows, {**vars(limit), "step": step})
 
     # ---- devices
 
-    def devices(self) -> Answer:
+    def devices(self) -> Answers:
         """The fewest: first of one host, then whole hosts."""
         cluster = self.config.cluster
         host = max(cluster.host_sizes)
@@ -109,9 +115,10 @@ class ByPlanner:
         counts = [*range(1, min(host, most) + 1)]
         if cluster.source is not ClusterSource.probe and cluster.preset.network_gbytes_per_s is not None:
             counts += range(2 * host, most + 1, host)  # more hosts only where their network is described
-        limit = fewest([n for n in counts if n >= floor], fits)
-        rows = [{"devices": count, **_row(found, _samples(self.config))} for count, found in tried.items()]
-        return Answer.of_devices(PLANNER, self.about(), limit, most, rows)
+        within = [n for n in counts if n >= floor]
+        for limit in fewest(within, fits) if within else [FitLimit(None, None)]:
+            rows = [{"devices": count, **_row(found, _samples(self.config))} for count, found in tried.items()]
+            yield Answer.of_devices(PLANNER, self.about(), limit, most, rows)
 
     def _fewest_devices(self) -> int:
         """Those that hold values and gradients alone, each once: fewer cannot do."""
@@ -123,7 +130,7 @@ class ByPlanner:
 
     # ---- budget
 
-    def budget(self) -> Answer:
+    def budget(self) -> Answers:
         """Where the plan changes as the budget falls from what the fastest plan needs to the least that fits.
 
         Guessed along the frontier of one solve, by choosing recompute for each budget anew; then planned on both sides
@@ -132,27 +139,48 @@ class ByPlanner:
         config, planner = with_budget(self.config, None), self.planner
         frontier = planner.frontier(config)
         _, fastest = self._plan_or_raise(config, "all of the memory")
+        top = fastest.prediction.peak_bytes
+
+        @cache
+        def along(nbytes: int) -> PlanOutcome:
+            return planner.plan(config, {"frontier": replace(frontier, budget_bytes=nbytes)})
 
         @cache
         def planned(nbytes: int) -> PlanOutcome:
             return self.plan(with_budget(config, nbytes), f"{nbytes / 1e9:.4g} GB")
 
-        def along(nbytes: int) -> Plan | None:
-            return planner.plan(config, {"frontier": replace(frontier, budget_bytes=nbytes)}).plan
+        def told(by: Callable[[int], PlanOutcome], bottom: FitLimit, found: Sequence[tuple[int, int]]) -> Answer:
+            edges = dict.fromkeys((bottom.fits or top, *(high for _, high in found)))
+            rows = [(nbytes, by(nbytes)) for nbytes in edges]
+            return self._of_budgets(top, bottom, found, rows, "guessed" if by is along else "planned")
 
-        top = fastest.prediction.peak_bytes
-        bottom = least(0, top, NEAR, lambda nbytes: along(nbytes) is not None)
+        guess = _tightest(along, 1)
+        yield told(along, FitLimit(guess, _below(guess)), ())
+        even = [round(guess * (top / guess) ** (n / GRID)) for n in range(1, GRID)]
+        tried = [guess, *even, top, *(p.peak_bytes for p in frontier.points if guess < p.peak_bytes < top)]
+        guessed: list[tuple[int, int]] = []
+        for guessed in changes(tried, NEAR, lambda nbytes: signature(along(nbytes).plan)):
+            yield told(along, FitLimit(guess, _below(guess)), guessed)
+        bottom = FitLimit(guess, _below(guess))
+        if not planned(guess).fits or planned(_below(guess)).fits:  # planning does not agree with the frontier
+            for bottom in least(0, _tightest(planned, 1), NEAR, lambda nbytes: planned(nbytes).fits):
+                yield told(planned, bottom, guessed)
+        assert bottom.fits is not None
+        known = [bottom.fits, *(side for pair in guessed for side in pair if side > bottom.fits), top]
+        for found in changes(known, NEAR, lambda nbytes: signature(planned(nbytes).plan)):
+            yield told(planned, bottom, found)
+
+    def _of_budgets(
+        self,
+        top: int,
+        bottom: FitLimit,
+        found: Sequence[tuple[int, int]],
+        planned: Sequence[tuple[int, PlanOutcome]],
+        how: str,
+    ) -> Answer:
         assert bottom.fits is not None and bottom.fails is not None
-        if not planned(bottom.fits).fits or planned(bottom.fails).fits:  # planning does not agree with the frontier
-            bottom = least(0, top, NEAR, lambda nbytes: planned(nbytes).fits)
-        assert bottom.fits is not None and bottom.fails is not None
-        even = [round(bottom.fits * (top / bottom.fits) ** (n / GRID)) for n in range(GRID)]
-        tried = [*even, top, *(point.peak_bytes for point in frontier.points if bottom.fits < point.peak_bytes < top)]
-        guessed = changes(tried, NEAR, lambda nbytes: signature(along(nbytes)))
-        known = [bottom.fits, *(side for pair in guessed for side in pair), top]
-        found = changes(known, NEAR, lambda nbytes: signature(planned(nbytes).plan))
-        edges = (bottom.fits, *(high for _, high in found))
-        rows = tuple({"from_gb": nbytes / 1e9, **_row(planned(nbytes), _samples(config))} for nbytes in edges)
+        samples = _samples(self.config)
+        rows = tuple({"from_gb": nbytes / 1e9, "by": how, **_row(one, samples)} for nbytes, one in planned)
         said = (
             f"{bottom.fits / 1e9:.4g} GB is the least that fits, to 1%; the plan changes at {len(found)} budgets above"
             f" it, and from {top / 1e9:.4g} GB on it is the fastest"
@@ -163,17 +191,18 @@ class ByPlanner:
             "changes": [{"below_gb": low / 1e9, "from_gb": high / 1e9} for low, high in found],
             "enough_gb": top / 1e9,
         }
-        about = f"{config.choices['model']} on {config.choices['cluster']}"
+        about = f"{self.config.choices['model']} on {self.config.choices['cluster']}"
         return Answer("budget", PLANNER, about, said, rows, figures)
 
     # ---- links and clusters
 
-    def link(self) -> Answer:
+    def link(self) -> Answers:
         """Each factor beside the links as they are: with the same layouts, and planned anew."""
         config, planner = self.config, self.planner
         cluster, samples = planner.cluster(config), _samples(config)
         found, now = self._plan_or_raise(config, "links as they are")
         rows: list[Row] = [{"links": "as they are", "same_layouts_ms": _ms(now), **_row(found, samples)}]
+        yield Answer.of_links(PLANNER, self.about(), rows)
         for factor in self.question.factors:
             frontier = planner.frontier(config)
             same_layouts = replace(  # none where the plan is a pipeline
@@ -187,10 +216,10 @@ class ByPlanner:
             same = planner.plan(config, changed | {"frontier": same_layouts})
             self.log.info("%s: %s", factor, again.refused or f"{_ms(again.plan):.2f} ms")
             rows.append({"links": str(factor), "same_layouts_ms": _ms(same.plan), **_row(again, samples)})
-        return Answer.of_links(PLANNER, self.about(), rows)
+            yield Answer.of_links(PLANNER, self.about(), rows)
 
-    def clusters(self) -> Answer:
-        names, known = self.question.clusters, listing(self.root, "cluster")
+    def clusters(self) -> Answers:
+        names, known = self.question.clusters or self._comparable(), listing(self.root, "cluster")
         wrong = next((name for name in names if name not in known), None)
         if wrong is not None:
             raise WhatIfError(f"there is no cluster '{wrong}'", remedy=f"choose from: {', '.join(known)}")
@@ -201,7 +230,42 @@ class ByPlanner:
             found = self.plan(replace(self.config, cluster=cluster, root=root), name)
             devices = sum(cluster.host_sizes)
             rows.append({"cluster": name, "devices": devices, **_row(found, _samples(self.config))})
-        return Answer.of_clusters(PLANNER, self.config.choices["model"], rows)
+            yield Answer.of_clusters(PLANNER, self.config.choices["model"], rows)
+
+    def _comparable(self) -> tuple[str, ...]:
+        """The chosen cluster, and those of GPUs on one host that are described: few devices first."""
+        own = self.config.choices["cluster"]
+        described = described_gpus(self.root).items()
+        return (own, *(name for name, one in described if len(one.host_sizes) == 1 and name != own))
+
+
+def needs_of(found: PlanOutcome) -> float:
+    """Of what a device has; infinite where that is not known."""
+    if found.plan is not None:
+        return min(1.0, found.plan.prediction.peak_bytes / found.plan.budget_bytes)
+    error = found.error
+    return max(math.nextafter(1, 2), error.least / error.budget) if isinstance(error, BudgetError) else math.inf
+
+
+def _tightest(at: Callable[[int], PlanOutcome], nbytes: int) -> int:
+    """The least budget that is accepted, as refusals name it, from one that is too small."""
+    while isinstance(error := at(nbytes).error, BudgetError):
+        nbytes = max(nbytes + 1, error.least)
+    return nbytes
+
+
+def _below(nbytes: int) -> int:
+    return int(nbytes * (1 - NEAR))
+
+
+def _largest_in_words(name: str, limit: FitLimit, step: int) -> str:
+    if limit.fits is None:
+        return f"a {name} of {limit.fails} does not fit, and no smaller one was tried yet"
+    if limit.fails is None:
+        return f"a {name} of {limit.fits} fits, and no larger one was tried (--most)"
+    if limit.fails - limit.fits > step:
+        return f"a {name} of {limit.fits} fits and one of {limit.fails} does not; what is between was not tried"
+    return f"the largest {name} that fits is {limit.fits}; {limit.fails} does not (in steps of {step})"
 
 
 # ---- sizes that are tried

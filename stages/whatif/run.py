@@ -8,36 +8,78 @@ answered by the prices of its layouts.
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable, Sequence
-from itertools import product
+from dataclasses import replace
+from itertools import pairwise, product
 from pathlib import Path
+from typing import cast
 
 from shardwright.pipeline.base.log import QUIET, VERBOSE, Log, get_log, say
 from shardwright.pipeline.config import GROUPS, try_settings
 from shardwright.pipeline.layouts.planner_stages import PlannerStages
 from shardwright.pipeline.layouts.sizes import KNOWN
 from shardwright.pipeline.layouts.words import UNPLANNED, WORDS
-from shardwright.stages.whatif.answer import Question, SlowerLinks, WhatIfError
+from shardwright.stages.whatif.answer import Answer, Question, SlowerLinks, WhatIfError
 from shardwright.stages.whatif.layouts import ByLayouts
 from shardwright.stages.whatif.planned import ByPlanner
 from shardwright.stages.whatif.planner import RunOf, planning
 
 FACTORS = ("bandwidth", "latency")
+SLOWER = (SlowerLinks(bandwidth=0.5), SlowerLinks(bandwidth=0.25), SlowerLinks(latency=2.0))  # where none is named
 
 
 def run(
     root: Path, arguments: argparse.Namespace, run_of: RunOf, of_planner: Callable[[], PlannerStages], log: Log
 ) -> int:
-    question = read_question(arguments)
-    if of_layouts(question.words):
-        found = getattr(ByLayouts.of(root, question, of_planner()), question.name)()
-    else:
+    question, patience = read_question(arguments), Patience(arguments.seconds, log)
+    shown = Shown(as_json=arguments.json)
+    with shown:
+        if of_layouts(question.words):
+            shown.answer = getattr(ByLayouts.of(root, question, of_planner()), question.name)()
+            return 0
         config = try_settings(root, question.words)
         stages = get_log("plan", arguments.verbosity if arguments.verbosity == VERBOSE else QUIET)
+        log.info("planning %s on %s", config.choices["model"], config.choices["cluster"])
         with planning(root, run_of, stages) as planner:
-            found = getattr(ByPlanner(root, question, planner, config, log), question.name)()
-    say(found.json() if arguments.json else found.text())
+            for answer in getattr(ByPlanner(root, question, planner, config, log), question.name)():
+                shown.answer = replace(answer, complete=False)
+                if patience.is_over():
+                    return 0
+            if shown.answer is not None:
+                shown.answer = replace(shown.answer, complete=True)
     return 0
+
+
+class Patience:
+    """Whether there is time for one more try: as long as the longest but the first, which also makes what all need."""
+
+    def __init__(self, seconds: float, log: Log) -> None:
+        self.seconds, self.log = seconds, log
+        self.times = [time.monotonic()]
+
+    def is_over(self) -> bool:
+        self.times.append(time.monotonic())
+        took = [later - before for before, later in pairwise(self.times)]
+        gone, one = self.times[-1] - self.times[0], max(took[1:], default=took[0])
+        if len(took) == 1:
+            left = "better ones until %g s (--seconds) or Ctrl-C"
+            self.log.info(f"after %.1f s a first answer; {left}", gone, self.seconds)
+        return gone + one > self.seconds
+
+
+class Shown:
+    """The last answer, printed at the end: also when it is stopped by Ctrl-C, but not for an error."""
+
+    def __init__(self, as_json: bool) -> None:
+        self.as_json, self.answer = as_json, cast("Answer | None", None)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self.answer is not None and (kind is None or issubclass(kind, KeyboardInterrupt)):
+            say(self.answer.json() if self.as_json else self.answer.text())
 
 
 def read_question(arguments: argparse.Namespace) -> Question:
@@ -47,8 +89,6 @@ def read_question(arguments: argparse.Namespace) -> Question:
     if arguments.question == "clusters":
         listed = [word for word in words if "=" not in word]
         names = tuple(name for word in listed for name in word.split(",") if name)
-        if not names:
-            raise WhatIfError("no cluster is named", where=where, remedy="add them: a100_80,h100")
     rest = [w for w in words if w.partition("=")[0] not in FACTORS and not (names and "=" not in w)]
     for name in ("step", "most"):
         if getattr(arguments, name) is not None and arguments.question in ("budget", "link", "clusters"):
@@ -63,7 +103,7 @@ def _factors(words: Sequence[str], question: str) -> tuple[SlowerLinks, ...]:
         return ()
     given = {name: _numbers(name, text) for name, _, text in (word.partition("=") for word in words)}
     if not given:
-        raise WhatIfError("nothing is slower", where="whatif link", remedy="add bandwidth=0.5 or latency=2")
+        return SLOWER
     return tuple(SlowerLinks(**dict(zip(given, values, strict=True))) for values in product(*given.values()))
 
 

@@ -17,6 +17,7 @@ from tests.doc_commands import commands_of, complaint, shown_commands
 from tests.flow.conftest import Maker
 from tests.flow.project import SOURCE, TINY, Project
 from tests.flow.test_docs_runs import RUN_HERE as RUN_THERE
+from tests.small_configs import shrink
 
 pytestmark = pytest.mark.flow
 
@@ -47,7 +48,7 @@ NOT_RUN = {
 }
 SHOWN = {re.sub("|".join(map(re.escape, PLACEHOLDERS)), lambda found: PLACEHOLDERS[found[0]], one.text): one.page
          for one in shown_commands(SOURCE)}  # fmt: skip
-WITHOUT_RUN = ("shardwright price", "shardwright whatif")  # begin so: run in a project as it ships
+WITHOUT_RUN = ("shardwright price", "shardwright whatif", "shardwright fit")  # begin so: run in a project as it ships
 
 
 def reason(command: str) -> str | None:
@@ -89,8 +90,12 @@ def call(project: Project, command: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def shipped(make_project: Maker) -> Project:
-    """As it comes, and not run: for what needs no run, and other clusters than that of the small project."""
-    return make_project()
+    """As it comes, and not run: for what needs no run, and other clusters than that of the small project. The models of
+    examples/fit are small."""
+    project = make_project()
+    for path in (project.root / "examples/fit").glob("*.json"):
+        shrink(path, path)
+    return project
 
 
 @pytest.mark.parametrize("command", RUN)

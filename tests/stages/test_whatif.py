@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -22,8 +23,8 @@ from shardwright.pipeline.layouts.step import LayoutPrices
 from shardwright.pipeline.layouts.traced import Works
 from shardwright.stages.command_line import main
 from shardwright.stages.commands import planner_stages
-from shardwright.stages.whatif.answer import SlowerLinks, table
-from shardwright.stages.whatif.planned import signature
+from shardwright.stages.whatif.answer import STOPPED, SlowerLinks, table
+from shardwright.stages.whatif.planned import ByPlanner, signature
 from shardwright.stages.whatif.planner import slower
 from shardwright.stages.whatif.search import FitLimit, changes, fewest, largest, least
 from tests.flow.project import TINY
@@ -45,34 +46,58 @@ BUDGET = 0.0001  # GB: less than the batch of SMALL needs with all of its activa
 # ---- searches
 
 
+NEEDS = {  # of a number, where so many are what fits
+    "nothing but whether it fits": lambda n, limit: 0.5 if n <= limit else math.inf,
+    "in a straight line": lambda n, limit: (n + 20) / (limit + 20.5),
+    "with steps": lambda n, limit: (n - n % 3 + 1) / (limit - limit % 3 + 1.5) if n > limit else n / (limit + 1),
+    "the same for all that fail": lambda n, limit: 0.1 if n <= limit else 1.5,
+}
+
+
+@pytest.mark.parametrize("grows", NEEDS)
 @given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 60), st.integers(0, 70))
-def test_the_largest_is_found_whatever_the_start(start, step, most, limit):
+def test_the_largest_is_found_whatever_the_start(grows, start, step, most, limit):
     tried = []
-    edge = largest(start, step, most, lambda n: tried.append(n) or n <= limit)
+
+    def needs(n):
+        tried.append(n)
+        found = NEEDS[grows](n, limit)
+        return max(found, 1.001) if n > limit else min(found, 1.0)
+
+    *before, edge = largest(start, step, most, needs)
     every = [n for n in range(step, max(step, most) + 1, step)]
     fitting = [n for n in every if n <= limit]
     assert edge.fits == (max(fitting) if fitting else None)
     assert edge.fails == next((n for n in every if n > limit), None)
-    assert len(tried) == len(set(tried)) and set(tried) <= set(every)
+    assert len(tried) == len(set(tried)) == len(before) + 1 and set(tried) <= set(every)
+    assert all(one.fits is None or one.fits <= limit for one in before)
+
+
+def test_where_needs_grow_in_a_line_the_largest_of_millions_is_found_in_a_few_tries():
+    tried = []
+    *_, edge = largest(16, 2, 1 << 30, lambda n: tried.append(n) or (n + 1000) / 7_000_001)
+    assert edge == FitLimit(6_999_000, 6_999_002) and len(tried) <= 10
 
 
 def test_where_fitting_comes_and_goes_the_two_sides_of_the_answer_were_tried():
-    assert largest(1, 1, 64, lambda n: (n % 8 == 0 and n < 60) or n < 5) == FitLimit(56, 57)
+    *_, edge = largest(1, 1, 64, lambda n: 0.5 if (n % 8 == 0 and n < 60) or n < 5 else math.inf)
+    assert edge.fails == edge.fits + 1 and edge.fits < 60
 
 
 def test_the_fewest_is_the_first_that_fits():
-    assert fewest([1, 2, 4, 8], lambda n: n >= 3) == FitLimit(4, 2)
-    assert fewest([1, 2], lambda n: False) == FitLimit(None, 2)
+    assert list(fewest([1, 2, 4, 8], lambda n: n >= 3))[-2:] == [FitLimit(None, 2), FitLimit(4, 2)]
+    assert list(fewest([1, 2], lambda n: False))[-1] == FitLimit(None, 2)
 
 
 @given(st.integers(1, 10**9))
 def test_the_least_lies_within_what_was_asked(limit):
-    edge = least(0, 10**9, 0.01, lambda n: n >= limit)
+    *_, edge = least(0, 10**9, 0.01, lambda n: n >= limit)
     assert edge.fails < limit <= edge.fits and edge.fits - edge.fails <= max(1, 0.01 * edge.fits)
 
 
 def test_every_change_between_the_points_is_found_with_both_sides():
-    found = changes([100, 1000, 10000], 0.001, lambda n: (n >= 250) + (n >= 2500) + (n >= 2600))
+    none, first, both, *_, found = changes([100, 1000, 10000], 0.001, lambda n: (n >= 250) + (n >= 2500) + (n >= 2600))
+    assert (none, first, both) == ([], [(100, 1000)], [(100, 1000), (1000, 10000)])  # coarse first
     assert [(low < edge <= high) for (low, high), edge in zip(found, (250, 2500, 2600), strict=True)] == [True] * 3
 
 
@@ -112,7 +137,7 @@ def ask(project, monkeypatch, capsys):
     monkeypatch.chdir(project)
 
     def asked(*words):
-        assert main(["whatif", *words, "--json", "-q"]) == 0
+        assert main(["whatif", *words, "--json", "-q", "--seconds", "100000"]) == 0
         return json.loads(capsys.readouterr().out)
 
     return asked
@@ -277,15 +302,39 @@ def test_devices_links_and_clusters_of_the_configured_model(ask):
     assert [row["devices"] for row in found["rows"]] == [2, 2] and found["found"]["fastest"] in ("tiny", "preset_cpu")
 
 
+# ---- stopped before the end
+
+
+def test_with_no_time_the_first_answer_is_told_and_says_so(project, monkeypatch, capsys):
+    monkeypatch.chdir(project)
+    assert main(["whatif", "clusters", "tiny,preset_cpu", "--seconds", "0", "--json", "-q"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert not found["complete"] and [row["cluster"] for row in found["rows"]] == ["tiny"]
+
+
+def test_ctrl_c_tells_what_is_known(project, monkeypatch, capsys):
+    monkeypatch.chdir(project)
+    planned, seen = ByPlanner.plan, []
+
+    def plan(self, *given, **how):
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(given)
+        return planned(self, *given, **how)
+
+    monkeypatch.setattr(ByPlanner, "plan", plan)
+    assert main(["whatif", "clusters", "tiny,preset_cpu", "--seconds", "100000", "-q"]) == 130
+    out, err = capsys.readouterr()
+    assert "tiny is the fastest" in out and STOPPED in out and err == "interrupted\n"
+
+
 # ---- mistakes, and the table
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["clusters"], "no cluster is named; add them"),
         (["clusters", "dgx_a1000"], "there is no cluster 'dgx_a1000'; choose from: a100_40"),
-        (["link"], "nothing is slower; add bandwidth=0.5"),
         (["link", "bandwidth=0"], "'bandwidth=0' is not possible; give factors above 0"),
         (["batch", "bandwidth=0.5"], "'bandwidth=0.5' is for `whatif link`"),
         (["budget", "--step", "2"], "--step says nothing here"),
@@ -316,7 +365,9 @@ def test_what_fails_for_every_value_is_told_once(project, monkeypatch, capsys, w
     monkeypatch.chdir(project)
     assert main(["whatif", *words]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and err.startswith("error: ") and "no_such" in err, err
+    begun, *told = err.splitlines()
+    assert out == "" and begun.startswith("[whatif] planning "), err
+    assert len(told) == 1 and told[0].startswith("error: ") and "no_such" in told[0], err
 
 
 def test_the_table_aligns_figures_and_cuts_long_reasons():

@@ -43,6 +43,8 @@ def refusal(mesh: MeshProblem, least: FrontierPoint, smallest: int, budget: int)
         f"no plan fits {gigabytes(budget)}: parameters, gradients and optimizer state alone need "
         f"{budget_of(least.resident_bytes)} on each device ({classes}); the largest part is the {parts[0].label} with "
         f"{gigabytes(parts[0].nbytes)}, {_why(mesh, parts[0], helping)}",
+        least=least.resident_bytes,
+        budget=budget,
         where=f"{mesh.where}: memory_budget_gb",
         remedy=", or ".join(_remedies(mesh, least, parts, helping, smallest, budget)),
     )
@@ -55,6 +57,8 @@ def refusal_of_saved(mesh: MeshProblem, saved: FrontierPoint, budget: int) -> Bu
         f"the saved plan does not fit {gigabytes(budget)}: parameters, gradients and optimizer state alone need "
         f"{budget_of(saved.resident_bytes)} on each device; the largest part is the {largest.label} with "
         f"{gigabytes(largest.nbytes)}",
+        least=saved.resident_bytes,
+        budget=budget,
         where=f"{mesh.where}: plan",
         remedy="set `plan_use: start` to look for a smaller one, or raise memory_budget_gb above that",
     )
