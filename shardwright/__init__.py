@@ -11,16 +11,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from shardwright.api.parallel import Parallel, parallelize
     from shardwright.api.plan import Plan, load
     from shardwright.api.planning import plan, profile
     from shardwright.pipeline.base.errors import ShardwrightError
 
 __version__ = "0.2.0"
-__all__ = ["Plan", "ShardwrightError", "load", "plan", "profile"]
+__all__ = ["Parallel", "Plan", "ShardwrightError", "load", "parallelize", "plan", "profile"]
 _OFFERED = {
+    "Parallel": "api.parallel",
     "Plan": "api.plan",
     "ShardwrightError": "pipeline.base.errors",
     "load": "api.plan",
+    "parallelize": "api.parallel",
     "plan": "api.planning",
     "profile": "api.planning",
 }
