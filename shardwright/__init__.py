@@ -14,10 +14,12 @@ if TYPE_CHECKING:
     from shardwright.api.parallel import Parallel, parallelize
     from shardwright.api.plan import Plan, load
     from shardwright.api.planning import plan, profile
+    from shardwright.api.price import price
+    from shardwright.api.verify import verify
     from shardwright.pipeline.base.errors import ShardwrightError
 
 __version__ = "0.2.0"
-__all__ = ["Parallel", "Plan", "ShardwrightError", "load", "parallelize", "plan", "profile"]
+__all__ = ["Parallel", "Plan", "ShardwrightError", "load", "parallelize", "plan", "price", "profile", "verify"]
 _OFFERED = {
     "Parallel": "api.parallel",
     "Plan": "api.plan",
@@ -25,7 +27,9 @@ _OFFERED = {
     "load": "api.plan",
     "parallelize": "api.parallel",
     "plan": "api.planning",
+    "price": "api.price",
     "profile": "api.planning",
+    "verify": "api.verify",
 }
 
 
