@@ -11,18 +11,28 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shardwright.api.parallel import Parallel, parallelize
-    from shardwright.api.plan import Plan, load
+    from shardwright.api.parallel import ParallelModule, parallelize
+    from shardwright.api.plan import ModelPlan, load
     from shardwright.api.planning import plan, profile
     from shardwright.api.price import price
     from shardwright.api.verify import verify
     from shardwright.pipeline.base.errors import ShardwrightError
 
 __version__ = "0.2.0"
-__all__ = ["Parallel", "Plan", "ShardwrightError", "load", "parallelize", "plan", "price", "profile", "verify"]
+__all__ = [
+    "ModelPlan",
+    "ParallelModule",
+    "ShardwrightError",
+    "load",
+    "parallelize",
+    "plan",
+    "price",
+    "profile",
+    "verify",
+]
 _OFFERED = {
-    "Parallel": "api.parallel",
-    "Plan": "api.plan",
+    "ParallelModule": "api.parallel",
+    "ModelPlan": "api.plan",
     "ShardwrightError": "pipeline.base.errors",
     "load": "api.plan",
     "parallelize": "api.parallel",

@@ -31,7 +31,7 @@ def run(root: Path, arguments: argparse.Namespace, stages: PlannerStages, log: L
 
 
 @dataclass(frozen=True)
-class Answer:
+class PriceAnswer:
     """Layouts with their prices, or why one cannot be."""
 
     about: str
@@ -42,7 +42,7 @@ class Answer:
         return f"{self.about} with {self.each} each\n{table(self.rows, self.each)}"
 
 
-def answer(root: Path, words: Sequence[str], stages: PlannerStages) -> Answer:
+def answer(root: Path, words: Sequence[str], stages: PlannerStages) -> PriceAnswer:
     asked = read_words(words)
     config = load_config(root)
     model = find_model(root, asked, config)
@@ -57,7 +57,7 @@ def answer(root: Path, words: Sequence[str], stages: PlannerStages) -> Answer:
         rows = [_priced(prices, layout, alone=len(wanted) == 1) for layout in wanted]
     each = f"{machine.memory_bytes / 1e9:g} GB"
     about = f"{in_words(model)}, batch {model.batch}, {machine.devices} devices of {cluster}"
-    return Answer(about, each, tuple(rows))
+    return PriceAnswer(about, each, tuple(rows))
 
 
 def layouts(model: Transformer, asked: Asked) -> Iterator[ParallelLayout]:

@@ -80,7 +80,7 @@ class ArgumentSource(Source):
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanRequest:
     """The arguments of `plan`."""
 
     model: nn.Module

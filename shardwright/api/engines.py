@@ -11,7 +11,7 @@ from torch.autograd import Variable
 from torch.optim import Optimizer
 
 from shardwright.api.given import ArgumentError, Batch, GivenOptimizer
-from shardwright.api.plan import Plan
+from shardwright.api.plan import ModelPlan
 from shardwright.pipeline.base.errors import TrainError
 from shardwright.pipeline.config import Precision
 from shardwright.pipeline.ir.graph import Role
@@ -53,7 +53,7 @@ class StepBatches(Batches):
 class OnObjects(Engine):
     """What both engines take from the user's objects in place of a configuration."""
 
-    def __init__(self, plan: Plan, module: nn.Module, optimizer: Optimizer) -> None:
+    def __init__(self, plan: ModelPlan, module: nn.Module, optimizer: Optimizer) -> None:
         self.user_module: nn.Module | None = module
         self.user_optimizer = optimizer
         self.names = {id(p): name for name, p in module.named_parameters()}
@@ -213,7 +213,7 @@ class PipelinedOnObjects(OnObjects, PipelinedEngine):
         return self.slices.mean(self.loss_of(number, self.batch(number)) for number in range(count))
 
 
-def job_of(plan: Plan, optimizer: Optimizer) -> Job:
+def job_of(plan: ModelPlan, optimizer: Optimizer) -> Job:
     """As the train stage would write it."""
     settings: dict[str, Any] = {group: plan.config.plain(group) for group in ("model", "data", "train")}
     settings["train"] |= {"optimizer": {"_target_": GivenOptimizer(optimizer)}, "clip_norm": 1.0, "init_from": None}
@@ -227,7 +227,7 @@ def job_of(plan: Plan, optimizer: Optimizer) -> Job:
     return job  # type: ignore[no-any-return]
 
 
-def engine_of(plan: Plan, module: nn.Module, optimizer: Optimizer) -> PlannedOnObjects | PipelinedOnObjects:
+def engine_of(plan: ModelPlan, module: nn.Module, optimizer: Optimizer) -> PlannedOnObjects | PipelinedOnObjects:
     """On this rank, of all that the plan is for; the ranks have met."""
     trial = nn.Parameter(torch.zeros(2, 2))
     build_optimizer({"_target_": GivenOptimizer(optimizer)}, f"{WHERE}: optimizer", [trial])  # one that can step
@@ -236,8 +236,12 @@ def engine_of(plan: Plan, module: nn.Module, optimizer: Optimizer) -> PlannedOnO
     return kind(plan, module, optimizer)
 
 
-def require_same_model(plan: Plan, module: nn.Module) -> None:
-    """Names, shapes and types of what is trained, as the graph has them; and values for all of it, now or later."""
+def require_same_model(plan: ModelPlan, module: nn.Module) -> None:
+    """Its class, and of what is trained names, shapes and types; and values for all of it, now or later."""
+    name, planned = type(module).__name__, plan.config.choices["model"]
+    if name != planned:
+        what = f"it is a {name}, and the plan is for a {planned}"
+        raise ArgumentError(what, where=f"{WHERE}: model", remedy="give the model that was planned, or plan again")
     own = {name: _in_words(t, tuple(t.shape)) for name, t in named_tensors(module).items()}
     half = plan.config.model.precision is Precision.bf16  # the model is converted
     for value in plan.graph.of_role(Role.PARAMETER):

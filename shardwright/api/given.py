@@ -81,9 +81,8 @@ def _alike(optimizer: Optimizer, parameters: list[nn.Parameter]) -> Optimizer:
     return made
 
 
-def batch_of(module: nn.Module, given: Any, where: str = "batch") -> Batch:
+def batch_of(names: list[str], given: Any, where: str = "batch") -> Batch:
     """Tensors by the names of `forward`'s arguments, in their order."""
-    names = _arguments_of(module)
     if isinstance(given, Tensor):
         given = (given,)
     if isinstance(given, tuple | list):
@@ -102,7 +101,8 @@ def batch_of(module: nn.Module, given: Any, where: str = "batch") -> Batch:
     return {name: given[name] for name in sorted(given, key=lambda name: order.get(name, len(order)))}
 
 
-def _arguments_of(module: nn.Module) -> list[str]:
+def arguments_of(module: nn.Module) -> list[str]:
+    """Those that `forward` takes by position."""
     parameters = inspect.signature(module.forward).parameters.values()
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,14 +13,14 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
 from shardwright.api.engines import WHERE, PipelinedOnObjects, PlannedOnObjects, engine_of
-from shardwright.api.given import ArgumentError, Batch, batch_of
-from shardwright.api.plan import Plan
+from shardwright.api.given import ArgumentError, Batch, arguments_of, batch_of
+from shardwright.api.plan import ModelPlan
 from shardwright.api.state import OptimizerState, WeightState
 from shardwright.pipeline.base.errors import TrainError
 from shardwright.stages.train.ranks.joining import GLOO, NCCL, gathered, gpu_of, require_gpu
 
 
-def parallelize(module: nn.Module, optimizer: Optimizer, plan: Plan) -> tuple[Parallel, Optimizer]:
+def parallelize(module: nn.Module, optimizer: Optimizer, plan: ModelPlan) -> tuple[ParallelModule, Optimizer]:
     """The module and its optimizer as the plan splits them, on this rank: a training loop goes on as it was.
 
     Every rank calls it with the same weights (or with a module on the meta device, and `load_state_dict` after it), and
@@ -33,16 +32,14 @@ def parallelize(module: nn.Module, optimizer: Optimizer, plan: Plan) -> tuple[Pa
     if not isinstance(optimizer, Optimizer):
         what = f"got a {type(optimizer).__name__}, expected a torch.optim.Optimizer"
         raise ArgumentError(what, where=f"{WHERE}: optimizer")
-    if not isinstance(plan, Plan):
+    if not isinstance(plan, ModelPlan):
         what, remedy = f"got a {type(plan).__name__}", "give what sw.plan or sw.load returned"
         raise ArgumentError(what, where=f"{WHERE}: plan", remedy=remedy)
     meet(plan)
-    arguments = SimpleNamespace(forward=module.forward)
-    engine = engine_of(plan, module, optimizer)
-    return Parallel(engine, arguments, plan), optimizer
+    return ParallelModule(engine_of(plan, module, optimizer), arguments_of(module), plan), optimizer
 
 
-def meet(plan: Plan) -> None:
+def meet(plan: ModelPlan) -> None:
     """The ranks of this run, which must be those of the plan, and have the same one."""
     device = plan.decided.device
     if device == "cuda":
@@ -66,16 +63,17 @@ def meet(plan: Plan) -> None:
         raise ArgumentError(what, where=f"{WHERE}: plan", remedy=remedy)
 
 
-class Parallel(nn.Module):
+class ParallelModule(nn.Module):
     """A module whose forward pass is the plan's program; its state dict is that of the unsplit module.
 
     `parameters()` are this rank's shards. In training mode one forward and backward pass, or as many as the plan has in
     a step, come before `optimizer.step()`; in `eval()` mode the module evaluates, without gradients.
     """
 
-    def __init__(self, engine: PlannedOnObjects | PipelinedOnObjects, arguments: Any, plan: Plan) -> None:
+    def __init__(self, engine: PlannedOnObjects | PipelinedOnObjects, arguments: list[str], plan: ModelPlan) -> None:
         super().__init__()
-        self.engine, self.plan, self.arguments = engine, plan, arguments
+        self.engine, self.plan = engine, plan
+        self.arguments = arguments  # of the user's forward
         self.stepping = False  # `step` does what hooks of the optimizer do in a loop
         optimizer = engine.optimizer
         self.weights, self.optimizer_state = WeightState(engine), OptimizerState(engine, self)
@@ -88,7 +86,7 @@ class Parallel(nn.Module):
 
     def forward(self, *args: Any, **named: Any) -> Tensor:
         """The loss of the whole batch, which every rank is given."""
-        batch = self._batch({**dict(zip(self._names(), args, strict=False)), **named})
+        batch = self._batch({**batch_of(self.arguments, args), **named} if args else named)
         if not self.training or not torch.is_grad_enabled():
             return self._evaluate(batch)
         if isinstance(self.engine, PipelinedOnObjects) or len(self.plan.decided.slices) > 1:
@@ -151,9 +149,6 @@ class Parallel(nn.Module):
 
     # ---- batches
 
-    def _names(self) -> list[str]:
-        return list(self.engine.specs)
-
     def _several(self, batch: Any) -> bool:
         """A list of batches, and not the tensors of one by position."""
         return isinstance(batch, Sequence) and not isinstance(batch[0] if batch else None, Tensor)
@@ -180,13 +175,17 @@ class Parallel(nn.Module):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's shards, by the names of the unsplit module."""
         start = f"{prefix}." if prefix else ""
-        yield from ((f"{start}{n}", t) for n, t in self.weights.tensors().items() if isinstance(t, nn.Parameter))
+        parameters = set(self.engine.names.values())
+        for name, own in self.weights.tensors().items():
+            if name in parameters:  # the engine has frozen ones as plain tensors
+                yield f"{start}{name}", own if isinstance(own, nn.Parameter) else nn.Parameter(own, requires_grad=False)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
         start = f"{prefix}." if prefix else ""
-        yield from ((f"{start}{n}", t) for n, t in self.weights.tensors().items() if not isinstance(t, nn.Parameter))
+        parameters = set(self.engine.names.values())
+        yield from ((f"{start}{n}", t) for n, t in self.weights.tensors().items() if n not in parameters)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.engine.optimizer.zero_grad(set_to_none)

@@ -24,8 +24,7 @@ from shardwright.pipeline.config import Config
 from shardwright.pipeline.ir.cluster import Cluster
 from shardwright.pipeline.ir.codec import CodecError, decode, encode
 from shardwright.pipeline.ir.graph import OpGraph
-from shardwright.pipeline.ir.plan import Frontier, Prediction
-from shardwright.pipeline.ir.plan import Plan as Decided
+from shardwright.pipeline.ir.plan import Frontier, Plan, Prediction
 from shardwright.pipeline.ir.profile import Profile
 from shardwright.pipeline.user.own_ops import know_own_ops
 from shardwright.stages.checkpoint.choose import evaluate
@@ -50,7 +49,7 @@ class Told(str):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Plan:
+class ModelPlan:
     """How a model is trained on a cluster: the layouts, the recompute schedule and the program, with what they cost.
 
     `model` and `batch` are those that it was planned with; a plan that was loaded has none.
@@ -82,7 +81,7 @@ class Plan:
         return self.made["frontier"].body  # type: ignore[no-any-return]
 
     @property
-    def decided(self) -> Decided:
+    def decided(self) -> Plan:
         """All that was chosen."""
         return self.made["plan"].body  # type: ignore[no-any-return]
 
@@ -165,7 +164,7 @@ class Plan:
         _write(Path(path), json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
-def _beside(plan: Decided) -> list[str]:
+def _beside(plan: Plan) -> list[str]:
     """The plan and those that lost, with the reason."""
     rows = [("this plan", plan.prediction.step_seconds, plan.prediction.peak_bytes, "")]
     rows += [(o.what, o.seconds, o.peak_bytes, o.lost) for o in plan.alternatives if o.seconds is not None]
@@ -176,7 +175,7 @@ def _beside(plan: Decided) -> list[str]:
     return [f"  {'ms':>12}{'GB':>10}  ", *lines]
 
 
-def load(path: str | Path) -> Plan:
+def load(path: str | Path) -> ModelPlan:
     """A plan that `save` wrote: whole and unchanged, or an error."""
     refuse = partial(ArtifactError, where=str(path), remedy="save the plan again")
     try:
@@ -200,7 +199,7 @@ def load(path: str | Path) -> Plan:
     artifacts.check_together(made.values(), {})
     know_own_ops(config, made["graph"].body)
     check_sound(made)
-    return Plan(made, config)
+    return ModelPlan(made, config)
 
 
 def _write(path: Path, text: str) -> None:

@@ -9,9 +9,9 @@ from typing import Any, Literal, Unpack
 
 from torch import nn
 
-from shardwright.api.arguments import PACKAGE, Asked, ClusterLike, PlanChoices, arguments_named
-from shardwright.api.given import ArgumentError, Batch, OptimizerLike, batch_of
-from shardwright.api.plan import MADE, Plan
+from shardwright.api.arguments import PACKAGE, ClusterLike, PlanChoices, PlanRequest, arguments_named
+from shardwright.api.given import ArgumentError, Batch, OptimizerLike, arguments_of, batch_of
+from shardwright.api.plan import MADE, ModelPlan
 from shardwright.pipeline.base.artifacts import Artifact
 from shardwright.pipeline.base.errors import shown
 from shardwright.pipeline.base.log import QUIET, get_log
@@ -37,7 +37,7 @@ def plan(
     optimizer: OptimizerLike | None = None,
     constraints: Mapping[str, str] | None = None,
     **choices: Unpack[PlanChoices],
-) -> Plan:
+) -> ModelPlan:
     """How to train `model`, which gives its loss, on a cluster; nothing is left on the disk, no weight is copied.
 
     `batch` is that of one pass of all devices: tensors by the names of forward's arguments, or by position; they may
@@ -47,9 +47,9 @@ def plan(
     """
     with arguments_named("sw.plan"):
         given = _batch(model, batch)
-        config = Asked(model, given, cluster, memory_gb, optimizer, constraints, dict(choices)).config()
+        config = PlanRequest(model, given, cluster, memory_gb, optimizer, constraints, dict(choices)).config()
         made = _made(config, MADE)
-    return Plan(made, config, model, given)
+    return ModelPlan(made, config, model, given)
 
 
 @dataclass(frozen=True, repr=False)
@@ -84,7 +84,9 @@ def profile(
     with arguments_named("sw.profile"):
         if device not in _OF_DEVICE:
             raise ArgumentError(f"got {shown(device)}, expected cpu or cuda", where="device")
-        asked = Asked(model, _batch(model, batch), _OF_DEVICE[device], None, optimizer, None, {"precision": precision})
+        asked = PlanRequest(
+            model, _batch(model, batch), _OF_DEVICE[device], None, optimizer, None, {"precision": precision}
+        )
         made = _made(config := asked.config(), ("graph", "profile"))
     title = f"{config.choices['model']}, unsplit, {precision} on {device}"
     return Profiled(title, made["graph"].body, made["profile"].body)
@@ -93,7 +95,7 @@ def profile(
 def _batch(model: nn.Module, batch: Any) -> Batch:
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"got a {type(model).__name__}, expected a torch.nn.Module", where="model")
-    return batch_of(model, batch)
+    return batch_of(arguments_of(model), batch)
 
 
 def _made(config: Config, kinds: tuple[str, ...]) -> dict[str, Artifact]:

@@ -6,10 +6,10 @@ from typing import Any
 
 from shardwright.api.arguments import PACKAGE, arguments_named
 from shardwright.stages.commands import planner_stages
-from shardwright.stages.price import Answer, answer
+from shardwright.stages.price import PriceAnswer, answer
 
 
-class PriceTable(Answer):
+class PriceTable(PriceAnswer):
     """Shown as a table; `rows` has each layout with its price, or why it cannot be."""
 
     def __repr__(self) -> str:

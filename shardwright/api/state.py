@@ -18,7 +18,7 @@ from shardwright.stages.train.engines.tensors import sizes_of
 from shardwright.stages.train.snapshots.resume import make_optimizer_state
 
 if TYPE_CHECKING:
-    from shardwright.api.parallel import Parallel
+    from shardwright.api.parallel import ParallelModule
 
 AnyEngine = PlannedOnObjects | PipelinedOnObjects
 WEIGHTS, STATE = "weights/", "optimizer/"
@@ -107,7 +107,7 @@ class WeightState:
 class OptimizerState:
     """`state_dict` and `load_state_dict` of the optimizer: state by `parameter.key`, and the options of its groups."""
 
-    def __init__(self, engine: AnyEngine, model: Parallel) -> None:
+    def __init__(self, engine: AnyEngine, model: ParallelModule) -> None:
         self.engine, self.model = engine, model
 
     def state_dict(self) -> dict[str, Any]:

@@ -16,8 +16,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwright.api.arguments import arguments_named
-from shardwright.api.given import ArgumentError, Batch, GivenModule, GivenOptimizer, OptimizerLike, batch_of
-from shardwright.api.plan import Plan
+from shardwright.api.given import (
+    ArgumentError,
+    Batch,
+    GivenModule,
+    GivenOptimizer,
+    OptimizerLike,
+    arguments_of,
+    batch_of,
+)
+from shardwright.api.plan import ModelPlan
 from shardwright.pipeline.base import artifacts
 from shardwright.pipeline.base.errors import TrainError
 from shardwright.pipeline.launch.launch import run_ranks
@@ -45,7 +53,7 @@ class Verification:
 
 
 def verify(
-    plan: Plan,
+    plan: ModelPlan,
     model: nn.Module | None = None,
     batch: Any = None,
     *,
@@ -60,7 +68,7 @@ def verify(
     model = plan.model if model is None else model
     if model is None:
         raise ArgumentError("the plan was loaded", where=f"{WHERE}: model", remedy="give the model, and a batch")
-    samples = plan.batch if batch is None else batch_of(model, batch)
+    samples = plan.batch if batch is None else batch_of(arguments_of(model), batch)
     _check(plan, model, samples)
     with TemporaryDirectory(prefix="verify-") as folder, arguments_named(WHERE):
         job = _job(Path(folder), plan, model, samples or {}, optimizer, steps)
@@ -73,7 +81,7 @@ def verify(
     return Verification(bool(found["equal"]), in_words(found, everything=False), found)
 
 
-def _check(plan: Plan, model: nn.Module, batch: Batch | None) -> None:
+def _check(plan: ModelPlan, model: nn.Module, batch: Batch | None) -> None:
     specs = plan.config.model.batch
     if batch is None or any(tensor.is_meta for tensor in batch.values()):
         what = "it has no values" if batch else "the plan was loaded"
@@ -88,7 +96,7 @@ def _check(plan: Plan, model: nn.Module, batch: Batch | None) -> None:
 
 
 def _job(
-    folder: Path, plan: Plan, model: nn.Module, batch: Batch, optimizer: OptimizerLike | None, steps: int
+    folder: Path, plan: ModelPlan, model: nn.Module, batch: Batch, optimizer: OptimizerLike | None, steps: int
 ) -> dict[str, Any]:
     """As the command writes it; what the user gave lies beside the artifacts."""
     for artifact in plan.made.values():
@@ -112,7 +120,7 @@ def _job(
     return {**job, "where": {"model": WHERE, "data": WHERE, "train": WHERE}}
 
 
-def _optimizer_of(plan: Plan, given: OptimizerLike | None) -> GivenOptimizer:
+def _optimizer_of(plan: ModelPlan, given: OptimizerLike | None) -> GivenOptimizer:
     """What was given here or to the plan; else AdamW."""
     if given is not None:
         return GivenOptimizer(given)

@@ -25,6 +25,6 @@ class Classifier(nn.Module):
         return F.cross_entropy(self.down(self.mid(self.up(x).relu()).relu()), y)
 
 
-def planned(model: Any = None, batch: Any = None, cluster: Any = "preset_cpu", **more: Any) -> sw.Plan:
+def planned(model: Any = None, batch: Any = None, cluster: Any = "preset_cpu", **more: Any) -> sw.ModelPlan:
     model = Classifier() if model is None else model
     return sw.plan(model, BATCH if batch is None else batch, cluster, **{"frontier_points": 2, **more})

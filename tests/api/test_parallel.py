@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
@@ -22,6 +26,7 @@ WIDE = {"x": BATCH["x"].double(), "y": BATCH["y"]}
 ONE = {"source": "preset", "device": "cpu", "devices": 1, "memory_gb": 4}
 PLANS: dict[str, dict[str, Any]] = {
     "data": {"only": "data"},
+    "tied": {"only": "zero"},
     "zero1": {"constraints": {"*.weight": "zero1"}, "recompute": "full"},
     "zero3": {"constraints": {"*.weight": "zero3", "*.bias": "zero3"}},
     "tensor": {"constraints": {"up.weight": "S(0)", "mid.weight": "S(1)"}},
@@ -29,15 +34,29 @@ PLANS: dict[str, dict[str, Any]] = {
     "pipeline": {"pipeline": "1f1b", "partitions": 2, "micro_batches": 2},
     "single": {"cluster": {**ONE, "preset": {"matmul_gflops": 10, "memory_gbytes_per_s": 10}}},
 }
-IN_A_LOOP = ("data", "zero1", "zero3", "tensor")
+IN_A_LOOP = ("data", "tied", "zero1", "zero3", "tensor")
 CLIPPED = ("zero1", "tensor")
 LIMIT = 0.1
 Result = tuple[list[float], dict[str, Any]]  # losses; whole weights as numbers, which outlive the rank
 
 
-def model() -> nn.Module:
+class Tied(Classifier):
+    """With a part that is frozen, two names of one parameter, and a buffer that counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mid.requires_grad_(False)
+        self.again, self.norm = nn.Linear(32, 4, bias=False), nn.BatchNorm1d(32)
+        self.again.weight = self.down.weight
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        middle = self.norm(self.mid(self.up(x).relu())).relu()
+        return F.cross_entropy(self.down(middle) + self.again(middle * middle), y)
+
+
+def model(name: str = "") -> nn.Module:
     torch.manual_seed(0)
-    return Classifier().double()
+    return (Tied() if name == "tied" else Classifier()).double()
 
 
 def batches() -> list[dict[str, Tensor]]:
@@ -50,7 +69,7 @@ def adamw(own: nn.Module) -> torch.optim.Optimizer:
     """With two groups."""
     named = dict(own.named_parameters())
     biases = [p for name, p in named.items() if name.endswith("bias")]
-    weights = [p for name, p in named.items() if not name.endswith("bias")]
+    weights = [p for name, p in named.items() if not name.endswith("bias")]  # frozen ones too
     return torch.optim.AdamW([{"params": weights}, {"params": biases, "lr": 0.03}], lr=0.01, weight_decay=0.1)
 
 
@@ -91,8 +110,8 @@ def adding(own: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
     return losses
 
 
-def unsplit(how: str) -> Result:
-    own = model()
+def unsplit(how: str, name: str = "") -> Result:
+    own = model(name)
     optimizer = adamw(own)
     if how == "adding":
         return adding(own, optimizer), own.state_dict()
@@ -100,7 +119,7 @@ def unsplit(how: str) -> Result:
     return loop(own, optimizer, clip), own.state_dict()
 
 
-def stepped(own: sw.Parallel, optimizer: torch.optim.Optimizer, clip_norm: float | None) -> list[float]:
+def stepped(own: sw.ParallelModule, optimizer: torch.optim.Optimizer, clip_norm: float | None) -> list[float]:
     scheduler = StepLR(optimizer, 1, gamma=0.5)
     losses = []
     for batch in batches():
@@ -109,7 +128,7 @@ def stepped(own: sw.Parallel, optimizer: torch.optim.Optimizer, clip_norm: float
     return [*losses, evaluated(own)]
 
 
-def whole(own: sw.Parallel) -> dict[str, Any]:
+def whole(own: sw.ParallelModule) -> dict[str, Any]:
     return {name: tensor.tolist() for name, tensor in own.state_dict(gathered=True).items()}
 
 
@@ -125,14 +144,14 @@ def told(call: Callable[[], Any]) -> str:
 def in_loops(files: dict[str, str]) -> dict[str, Result]:
     found: dict[str, Result] = {}
     for name in IN_A_LOOP:
-        given = model()
+        given = model(name)
         before = copy.deepcopy(given.state_dict())
         own, optimizer = sw.parallelize(given, adamw(given), sw.load(files[name]))
         losses = loop(own, optimizer, own.clip_grad_norm_ if name in CLIPPED else None)
         assert all(torch.equal(before[key], tensor) for key, tensor in given.state_dict().items()), "the user's own"
         assert {n for n, _ in own.named_parameters()} == {n for n, _ in given.named_parameters()}
         found[name] = losses, whole(own)
-        again = model()
+        again = model(name)
         own, optimizer = sw.parallelize(again, adamw(again), sw.load(files[name]))
         found[f"{name} stepped"] = (
             stepped(own, optimizer, LIMIT if name in CLIPPED else None),
@@ -149,6 +168,10 @@ def as_pipeline(file: str) -> dict[str, Result]:
     for name, limit in (("free", None), ("clipped", LIMIT)):
         given = model()
         own, optimizer = sw.parallelize(given, adamw(given), sw.load(file))
+        there = weakref.ref(given)
+        del given
+        gc.collect()
+        assert there() is None, "weights that nobody needs any more"
         assert "model.step(batch, optimizer)" in told(lambda own=own: own(**batches()[0]))
         assert "model.step(batch, optimizer)" in told(optimizer.step)
         found[name] = stepped(own, optimizer, limit), whole(own)
@@ -159,7 +182,10 @@ def mistaken(file: str) -> None:
     plan, given, batch = sw.load(file), model(), batches()[0]
     other = nn.Linear(4, 4)
     assert "not of the model" in told(lambda: sw.parallelize(given, torch.optim.SGD(other.parameters()), plan))
-    assert "up.weight is not there" in told(lambda: sw.parallelize(other, adamw(other), plan))
+    assert "it is a Linear, and the plan is for a Classifier" in told(lambda: sw.parallelize(other, adamw(other), plan))
+    lacking = model()
+    del lacking.up
+    assert "up.weight is not there" in told(lambda: sw.parallelize(lacking, adamw(lacking), plan))
     narrow = Classifier()
     why = told(lambda: sw.parallelize(narrow, adamw(narrow), plan))
     assert "up.weight is float32 [32, 16], and float64 [32, 16] in the plan" in why
@@ -217,7 +243,7 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Saved, as ranks read them."""
     folder = tmp_path_factory.mktemp("plans")
     for name, choices in PLANS.items():
-        planned(model(), WIDE, frontier_points=1, **choices).save(folder / name)
+        planned(model(name), WIDE, frontier_points=1, **choices).save(folder / name)
     return {name: str(folder / name) for name in PLANS}
 
 
@@ -232,10 +258,10 @@ def equal(found: Result, expected: Result) -> None:
 
 def test_a_loop_goes_on_as_it_was(plans: dict[str, str]) -> None:
     first, second = run_ranks(2, in_loops, plans)
-    expected = {clips: unsplit("clipped" if clips else "free") for clips in (True, False)}
     for name in IN_A_LOOP:
-        equal(first[name], expected[name in CLIPPED])
-        equal(first[f"{name} stepped"], expected[name in CLIPPED])
+        expected = unsplit("clipped" if name in CLIPPED else "free", name)
+        equal(first[name], expected)
+        equal(first[f"{name} stepped"], expected)
     equal(first["adding"], unsplit("adding"))
     assert {name: losses for name, (losses, _) in second.items()} == {
         name: losses for name, (losses, _) in first.items()
@@ -283,7 +309,12 @@ def test_one_process_needs_no_launcher_but_the_right_number_of_ranks(plans: dict
 def alone(files: dict[str, str]) -> Result:
     torch.distributed.destroy_process_group()
     given = model()
-    why = told(lambda: sw.parallelize(given, adamw(given), sw.load(files["data"])))
+    many, optimizer = sw.load(files["data"]), adamw(given)
+    why = told(partial(sw.parallelize, given, optimizer, many))
     assert "the plan is for 2 devices, and 1 rank runs" in why and "torchrun --nproc-per-node=2" in why
-    own, optimizer = sw.parallelize(given, adamw(given), sw.load(files["single"]))
+    own, optimizer = sw.parallelize(given, optimizer, sw.load(files["single"]))
+    there = weakref.ref(given)
+    del given
+    gc.collect()
+    assert there() is None, "weights that nobody needs any more"
     return loop(own, optimizer, None), whole(own)

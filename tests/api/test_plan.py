@@ -17,7 +17,7 @@ from tests.api.small import BATCH, Classifier, planned
 
 
 @pytest.fixture(scope="module")
-def plan() -> sw.Plan:
+def plan() -> sw.ModelPlan:
     return planned(optimizer=torch.optim.AdamW, memory_gb=0.5)
 
 
@@ -43,7 +43,7 @@ def test_there_is_nothing_else() -> None:
         sw.plam  # noqa: B018
 
 
-def test_a_plan_is_a_table_a_page_and_a_program(plan: sw.Plan, tmp_path: Path) -> None:
+def test_a_plan_is_a_table_a_page_and_a_program(plan: sw.ModelPlan, tmp_path: Path) -> None:
     text = repr(plan)
     assert text.startswith("Classifier on preset_cpu, 2 devices") and "0.5 GB on a device" in text
     assert f"{plan.prediction.step_seconds * 1e3:.3f} ms" in text and plan.ranks == 2
@@ -55,7 +55,7 @@ def test_a_plan_is_a_table_a_page_and_a_program(plan: sw.Plan, tmp_path: Path) -
     assert plan._repr_html_().startswith("<iframe") and "Classifier on preset_cpu" in plan._repr_html_()
 
 
-def test_a_saved_plan_is_the_same_plan(plan: sw.Plan, tmp_path: Path) -> None:
+def test_a_saved_plan_is_the_same_plan(plan: sw.ModelPlan, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     plan.save(file)
     found = sw.load(file)
@@ -64,7 +64,7 @@ def test_a_saved_plan_is_the_same_plan(plan: sw.Plan, tmp_path: Path) -> None:
     assert found.config.plain("solve") == plan.config.plain("solve")
 
 
-def test_a_file_that_is_no_plan_or_was_edited_is_refused(plan: sw.Plan, tmp_path: Path) -> None:
+def test_a_file_that_is_no_plan_or_was_edited_is_refused(plan: sw.ModelPlan, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     with pytest.raises(sw.ShardwrightError, match="cannot be read"):
         sw.load(file)
@@ -111,7 +111,7 @@ def test_a_batch_is_given_by_name_or_by_position() -> None:
     assert by_name.program == by_place.program and list(by_name.config.model.batch) == ["x", "y"]
 
 
-def test_constraints_and_choices_are_kept_to(plan: sw.Plan) -> None:
+def test_constraints_and_choices_are_kept_to(plan: sw.ModelPlan) -> None:
     found = planned(constraints={"up.weight": "S(0) on d0", "down.weight": "zero3"}, mesh={"d0": 2}, recompute="full")
     storage = found.decided.sharding.storage
     assert str(storage["up.weight"]) == "S(0)" and str(storage["down.weight"]).startswith("S")
