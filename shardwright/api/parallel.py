@@ -157,14 +157,13 @@ class ParallelModule(nn.Module):
         """Of the names, sizes and types that the plan is for."""
         batch, specs = batch_of(self.arguments, given), self.engine.specs
         if odd := batch.keys() ^ specs.keys():
-            what = (
-                f"{', '.join(sorted(odd))} {'is' if len(odd) == 1 else 'are'} in the plan's batch or in this one alone"
-            )
+            what = f"{', '.join(sorted(odd))}: in the plan's batch or in this one alone"
             raise ArgumentError(what, where="batch", remedy=f"give {', '.join(specs)}")
         for name, tensor in batch.items():
-            found, wanted = list(tensor.shape), specs[name]["shape"]
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            found, wanted = f"{dtype} {list(tensor.shape)}", f"{specs[name]['dtype']} {specs[name]['shape']}"
             if found != wanted:
-                remedy = "give whole batches (drop_last=True), or plan for this size"
+                remedy = "give whole batches (drop_last=True), or plan for such"
                 raise ArgumentError(f"{name} is {found}, and the plan is for {wanted}", where="batch", remedy=remedy)
         return batch
 

@@ -197,7 +197,10 @@ def mistaken(file: str) -> None:
     assert "closure" in told(lambda: sw.parallelize(given, lbfgs, plan))
     own, optimizer = sw.parallelize(given, adamw(given), plan)
     assert "0 of the 1 backward passes" in told(optimizer.step)
-    assert "x is [4, 16], and the plan is for [8, 16]" in told(lambda: own(batch["x"][:4], batch["y"][:4]))
+    why = told(lambda: own(batch["x"][:4], batch["y"][:4]))
+    assert "x is float64 [4, 16], and the plan is for float64 [8, 16]" in why
+    assert "x is float32" in told(lambda: own(batch["x"].float(), batch["y"]))
+    assert "y: in the plan's batch" in told(lambda: own(x=batch["x"]))
     assert "got 2, and a step of the plan has 1" in told(lambda: own.step([batch, batch], optimizer))
     assert "not the one that parallelize returned" in told(lambda: own.step(batch, taken))
     own(batch["x"], batch["y"]).backward()
