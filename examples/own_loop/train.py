@@ -1,6 +1,6 @@
 """A training loop of one's own on several devices: `python train.py plan`, then `torchrun --nproc-per-node=2 train.py`.
 
-What makes it parallel are the two lines that begin with `sw.` or end in it. (docs/python.md)
+`sw.plan` and `sw.parallelize` are all that makes it parallel (docs/python.md).
 """
 
 from __future__ import annotations

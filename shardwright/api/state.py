@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from shardwright.api.engines import PipelinedOnObjects, PlannedOnObjects
 from shardwright.api.given import ArgumentError
@@ -48,6 +49,11 @@ def fill(shard: StateShard, given: Any, name: str) -> None:
         raise ArgumentError(f"{name} is {there}, expected {list(shard.shape)}", where="load_state_dict")
     if given.data_ptr() != shard.tensor.data_ptr():
         shard.tensor.copy_(shard_of(given.detach(), shard.layout, shard.axes))
+
+
+def has_state(optimizer: Optimizer) -> bool:
+    """It is looked up where there is none, which leaves empty entries."""
+    return any(optimizer.state.values())
 
 
 class WeightState:
@@ -99,8 +105,7 @@ class WeightState:
             for key, value in given.items():
                 if (name := self.names.get(key)) in shards:
                     fill(shards[name], value, key)
-        if isinstance(self.engine, PlannedOnObjects) or self.engine.optimizer.state:
-            self.engine.restored()
+        self.engine.restored()
         return missing, unknown
 
 
@@ -113,7 +118,7 @@ class OptimizerState:
     def state_dict(self) -> dict[str, Any]:
         """For torch.distributed.checkpoint; before the first step that of an optimizer that has taken none."""
         optimizer = self.engine.optimizer
-        fresh = not optimizer.state
+        fresh = not has_state(optimizer)
         if fresh:
             self._make()
         shards = shards_of(self.engine, STATE)
@@ -128,7 +133,7 @@ class OptimizerState:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         optimizer, given = self.engine.optimizer, state_dict["state"]
-        if not optimizer.state:
+        if not has_state(optimizer):
             self._make()
         shards = {name.replace("/", "."): shard for name, shard in shards_of(self.engine, STATE).items()}
         if missing := [name for name in shards if name not in given]:
