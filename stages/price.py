@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
@@ -21,9 +22,28 @@ from shardwright.pipeline.layouts.step import LayoutPrices, Price
 from shardwright.pipeline.layouts.traced import Works
 from shardwright.pipeline.layouts.words import Asked, find_machine, find_model, in_words, read_words
 
+Row = tuple[ParallelLayout, Price | str]
+
 
 def run(root: Path, arguments: argparse.Namespace, stages: PlannerStages, log: Log) -> int:
-    asked = read_words(arguments.words)
+    say(answer(root, arguments.words, stages).text())
+    return 0
+
+
+@dataclass(frozen=True)
+class PriceAnswer:
+    """Layouts with their prices, or why one cannot be."""
+
+    about: str
+    each: str  # memory of a device
+    rows: tuple[Row, ...]
+
+    def text(self) -> str:
+        return f"{self.about} with {self.each} each\n{table(self.rows, self.each)}"
+
+
+def answer(root: Path, words: Sequence[str], stages: PlannerStages) -> PriceAnswer:
+    asked = read_words(words)
     config = load_config(root)
     model = find_model(root, asked, config)
     if asked.free:
@@ -36,9 +56,8 @@ def run(root: Path, arguments: argparse.Namespace, stages: PlannerStages, log: L
         prices = LayoutPrices(model, Works(model, config, stages), machine)
         rows = [_priced(prices, layout, alone=len(wanted) == 1) for layout in wanted]
     each = f"{machine.memory_bytes / 1e9:g} GB"
-    say(f"{in_words(model)}, batch {model.batch}, {machine.devices} devices of {cluster} with {each} each")
-    say(table(rows, each))
-    return 0
+    about = f"{in_words(model)}, batch {model.batch}, {machine.devices} devices of {cluster}"
+    return PriceAnswer(about, each, tuple(rows))
 
 
 def layouts(model: Transformer, asked: Asked) -> Iterator[ParallelLayout]:
@@ -51,9 +70,6 @@ def layouts(model: Transformer, asked: Asked) -> Iterator[ParallelLayout]:
         if chosen.get("schedule") is Pipeline.INTERLEAVED and "chunks" not in chosen:
             chosen["chunks"] = 2
         yield ParallelLayout(batch=model.batch, **chosen)
-
-
-Row = tuple[ParallelLayout, Price | str]
 
 
 def _priced(prices: LayoutPrices, layout: ParallelLayout, alone: bool) -> Row:

@@ -134,6 +134,8 @@ def _of_module(module: str, words: list[str], root: Path) -> str | None:
         why = _refusal(get_args_parser(), words)
         given = get_args_parser().parse_args(words) if why is None else None
         return why if given is None else _of_module(given.training_script, given.training_script_args, root)
+    if module.endswith(".py"):
+        return None if (root / module).is_file() else f"no file {module}"
     if module == "pytest":
         return next((f"no file {word}" for word in words if word.endswith(".py") and not (root / word).is_file()), None)
     file = module.removeprefix("shardwright.").replace(".", "/")

@@ -79,18 +79,21 @@ def make(kind: str, body: Any, parents: Iterable[Artifact], config: Mapping[str,
 
 
 def save(artifact: Artifact, root: Path) -> Path:
-    """As JSON; of source the header is comments, one entry a line: `# shardwright input plan sha256:...`"""
+    path = KINDS[artifact.kind].path(root)
+    write_atomic(path, text_of(artifact).encode())
+    return path
+
+
+def text_of(artifact: Artifact) -> str:
+    """JSON; of source the header is comments, one entry a line: `# shardwright input plan sha256:...`"""
     header = _header(artifact.kind, artifact.inputs, artifact.config) | {"digest": artifact.digest}
     if KINDS[artifact.kind].body is str:
         rows = [f"{key} {header[key]}" for key in ("kind", "version", "digest")]
         rows += [f"input {kind} {digest}" for kind, digest in artifact.inputs.items()]
         rows += [f"config {key} {digest}" for key, digest in artifact.config.items()]
-        text = "".join(f"{_SOURCE_MARK}{row}\n" for row in rows) + artifact.body
-    else:
-        text = json.dumps({**header, "body": encode(artifact.body)}, indent=1, allow_nan=False) + "\n"
-    path = KINDS[artifact.kind].path(root)
-    write_atomic(path, text.encode())
-    return path
+        text: str = "".join(f"{_SOURCE_MARK}{row}\n" for row in rows) + artifact.body
+        return text
+    return json.dumps({**header, "body": encode(artifact.body)}, indent=1, allow_nan=False) + "\n"
 
 
 def load(kind: str, root: Path, *, accept_edited: bool = False) -> Artifact:
@@ -111,6 +114,11 @@ def load_saved(file: str, root: Path, kinds: Iterable[str]) -> Artifact:
     elsewhere = partial(ArtifactError, where=file, remedy=f"copy {' or '.join(map(_path, kinds))} to it again")
     refuse = elsewhere if own is None else _refusal_of(own)
     return _parse(_read(root / file, refuse), kinds, refuse)
+
+
+def parse(text: str, kind: str, refuse: Refuse) -> Artifact:
+    """The artifact of that kind that `text_of` wrote, whole and unchanged."""
+    return _parse(text.encode(), (kind,), refuse)
 
 
 def _read(path: Path, refuse: Refuse) -> bytes:

@@ -1,4 +1,7 @@
-"""Objects from configuration: `_target_` names an importable class or function, the other keys are its arguments."""
+"""Objects from configuration: `_target_` names an importable class or function, the other keys are its arguments.
+
+In a configuration that no file holds `_target_` may be the function itself.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +46,9 @@ def locate(target: str, where: str) -> Any:
 
 
 def instantiate(settings: Mapping[str, Any], where: str, *leading: Any) -> Any:
-    """Calls what `_target_` names with the other keys; a nested mapping with `_target_` is made first."""
-    function = locate(str(settings["_target_"]), where)
+    """Calls what `_target_` names, or is, with the other keys; a nested mapping with `_target_` is made first."""
+    given = settings["_target_"]
+    function = given if callable(given) else locate(str(given), where)
     arguments = {k: _value(v, f"{where}.{k}") for k, v in settings.items() if k != "_target_"}
     if not callable(function):
         raise TargetError(f"{settings['_target_']!r} is not callable", where=where, remedy="name a class or a function")

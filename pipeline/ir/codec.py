@@ -63,6 +63,9 @@ def _decode(kind: Any, data: Any, where: str) -> Any:
             return tuple(_decode(item[0], v, f"{where}[{i}]") for i, v in enumerate(data))
         _expect(len(data) == len(item), where, f"{len(item)} items", data)
         return tuple(_decode(t, v, f"{where}[{i}]") for i, (t, v) in enumerate(zip(item, data, strict=True)))
+    if origin is list:
+        _expect(isinstance(data, list), where, "a list", data)
+        return [_decode(typing.get_args(kind)[0], v, f"{where}[{i}]") for i, v in enumerate(data)]
     if origin in (dict, Mapping, types.MappingProxyType):
         _expect(isinstance(data, dict), where, "an object", data)
         value_type = typing.get_args(kind)[1]

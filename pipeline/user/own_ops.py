@@ -24,7 +24,9 @@ def know_own_ops(config: Config, graph: OpGraph | None) -> None:
     if graph is None:
         return
     if any(op.target.split(".")[0] not in _OURS for op in graph.ops):
-        locate(str(config.model.module["_target_"]), f"{where}: module")  # defines the ops, and may register rules
+        module = config.model.module["_target_"]
+        if not callable(module):  # else its package is imported
+            locate(str(module), f"{where}: module")  # defines the ops, and may register rules
         for target, line in given.items():  # the file is the last word
             register(target, line)
     own = own_rules()

@@ -9,6 +9,7 @@ Settings = dict[str, Any]  # of a group of conf/, checked by pipeline.config
 
 class Job(TypedDict):
     module_path: str
+    program: NotRequired[str]  # its source, where no file has it
     weights_path: str  # to which they are exported
     trace_path: str  # of the Chrome trace of a step
     spare_result: NotRequired[str | None]  # where the result goes if the work folder has no room

@@ -18,6 +18,7 @@ from shardwright.pipeline.launch.work_folder import LaunchFailed
 
 Write = Callable[[OpGraph, Plan, Config], tuple[str, tuple[OpGraph, ...]]]
 SHOWN = 8  # rows of the table, beside the loss
+WORKER = "shardwright.stages.verify.worker"
 FILE = "runs/codegen/module.py"
 
 
@@ -33,16 +34,21 @@ def verify(root: Path, steps: int, write: Write, log: Log, everything: bool = Fa
     written, graphs = write(graph, plan, config)
     log.info("%d steps on %d ranks, in float64 and the first in float32, on the CPU", steps, plan.ranks)
     try:
-        job = _job(root, config, steps, written, graphs if len(plan.slices) > 1 else ())
-        result = run_ranks("shardwright.stages.verify.worker", job, plan.ranks, config.train.timeout_s)
+        job = job_of(root, config, steps, written, graphs if len(plan.slices) > 1 else ())
+        result = run_ranks(WORKER, job, plan.ranks, config.train.timeout_s)
     except LaunchFailed as error:
         return _failed(error, config, log)
-    shown = len(result["rows"]) if everything else SHOWN
-    say("\n".join([*_notes(result), *_table(result, shown), *_verdict(result)]))
+    say(in_words(result, everything))
     return 0 if result["equal"] else 1
 
 
-def _job(root: Path, config: Config, steps: int, written: str, graphs: tuple[OpGraph, ...] = ()) -> dict[str, Any]:
+def in_words(result: dict[str, Any], everything: bool) -> str:
+    """What the ranks found."""
+    shown = len(result["rows"]) if everything else SHOWN
+    return "\n".join([*_notes(result), *_table(result, shown), *_verdict(result)])
+
+
+def job_of(root: Path, config: Config, steps: int, written: str, graphs: tuple[OpGraph, ...] = ()) -> dict[str, Any]:
     """Everything a rank needs, as plain values; graphs where they are not that of trace."""
     return {
         "root": str(root),

@@ -24,6 +24,7 @@ from shardwright.pipeline.config import Config, Tracking
 from shardwright.pipeline.cost.corrected import scaled_links
 from shardwright.pipeline.ir.cluster import Cluster
 from shardwright.pipeline.ir.plan import Frontier, Plan
+from shardwright.pipeline.ops.discovery.remembered import remember_in
 from shardwright.pipeline.tracking.tracker import Tracker
 from shardwright.pipeline.user.own_ops import know_own_ops
 from shardwright.stages.whatif.answer import SlowerLinks
@@ -104,15 +105,23 @@ class Planner:
 
 
 @contextmanager
-def planning(root: Path, run_of: RunOf, log: Log) -> Iterator[Planner]:
-    """A planner with a folder of its own, in which the project's conf/ and what is known of ops can be read."""
+def planning(root: Path, run_of: RunOf, log: Log, *, keeps: bool = True) -> Iterator[Planner]:
+    """A planner with a folder of its own, in which the project's conf/ and what is known of ops can be read.
+
+    `keeps`: what is learnt of ops stays in the project; else nothing is left on the disk.
+    """
     with tempfile.TemporaryDirectory(prefix="whatif-") as folder:
         scratch, known = Path(folder), root / "runs" / "ops"
-        known.mkdir(parents=True, exist_ok=True)
         (scratch / "runs").mkdir()
         (scratch / "conf").symlink_to((root / "conf").resolve())
-        (scratch / "runs" / "ops").symlink_to(known.resolve())
-        yield Planner(root, run_of, scratch, log)
+        if keeps:
+            known.mkdir(parents=True, exist_ok=True)
+            (scratch / "runs" / "ops").symlink_to(known.resolve())
+        try:
+            yield Planner(root, run_of, scratch, log)
+        finally:
+            if not keeps:
+                remember_in(None)  # the folder goes
 
 
 def with_budget(config: Config, nbytes: int | None) -> Config:

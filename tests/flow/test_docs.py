@@ -43,6 +43,7 @@ NOT_RUN = {
     r"python -m torch\.distributed\.run .*": "needs a GPU",
     r"python -m shardwright\.stages\.cluster\.join .*": "several hosts: tests/flow/test_cluster_hosts.py runs it",
     r"shardwright calibrate .*": "needs steps that the reader measured: tests/stages/test_calibrate.py",
+    r"(python|torchrun .*) examples/own_loop/.*": "two ranks: tests/api/test_api_examples.py",
     r"torchrun .*": "several hosts: tests/flow/test_train_hosts.py runs it",
     r"srun .*|sbatch .*": "needs Slurm; the script is tried in tests/stages/test_sbatch.py",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -150,3 +151,57 @@ def test_a_mistake_in_the_project_is_one_line(installed: Installed, repository: 
     config.write_text(config.read_text().replace("solve: glpk", "solve: glkp"))
     error = installed.run("shardwright", "check", within=repository, status=2)
     assert "conf/config.yaml" in error and "did you mean 'glpk'" in error and "Traceback" not in error
+
+
+LOOP = """
+import json
+import os
+
+import torch
+
+import shardwright as sw
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(16, 32), torch.nn.Linear(32, 4)
+
+    def forward(self, x, y):
+        return torch.nn.functional.cross_entropy(self.down(self.up(x).relu()), y)
+
+
+torch.manual_seed(0)
+model, draw = Net().double(), torch.Generator().manual_seed(1)
+batches = [
+    {"x": torch.randn(8, 16, generator=draw, dtype=torch.float64), "y": torch.arange(8) % 4} for _ in range(3)
+]
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+if "RANK" in os.environ:
+    model, optimizer = sw.parallelize(model, optimizer, sw.load("plan.json"))
+else:
+    wishes = {"up.weight": "S(0)", "down.weight": "zero3"}
+    sw.plan(model, batches[0], "preset_cpu", constraints=wishes, frontier_points=1).save("plan.json")
+losses = []
+for batch in batches:
+    loss = model(**batch)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+if os.environ.get("RANK") in (None, "0"):
+    print(json.dumps(losses))
+"""
+
+
+@pytest.mark.flow
+def test_a_loop_of_the_users_own_is_equal_on_two_ranks(installed: Installed, repository: Path) -> None:
+    """The same script without a launcher, where it plans, and under torchrun."""
+    (repository / "loop.py").write_text(LOOP)
+    unsplit = installed.run("python", "loop.py", within=repository)
+    assert {path.name for path in repository.iterdir()} >= {"plan.json"} and not (repository / "runs").exists()
+    split = installed.run(
+        *["python", "-m", "torch.distributed.run", "--nproc-per-node=2", "loop.py"], within=repository
+    )
+    alone, on_two = (json.loads(re.findall(r"\[[^\]]*\]$", text, re.MULTILINE)[-1]) for text in (unsplit, split))
+    assert len(alone) == 3 and on_two == pytest.approx(alone, rel=1e-10)

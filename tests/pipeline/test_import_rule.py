@@ -13,6 +13,7 @@ import pytest
 from shardwright.pipeline.ops.table import FAMILIES
 
 PROJECT = Path(__file__).parents[2]
+ROOMS = ("pipeline", "stages", "shardwright/api")
 REACH_ACROSS = {"stages.command_line", "stages.check", "stages.commands", "stages.summary"}
 OF_MLFLOW = {"pipeline.tracking.sender", "pipeline.tracking.store"}
 SLOW = {"omegaconf", "pyomo", "mlflow", "dvc"}
@@ -35,10 +36,10 @@ class Import:
 
 
 def modules(root: Path) -> dict[str, Path]:
-    """Dotted name -> file of every module of pipeline and stages."""
+    """Dotted name -> file of every module of pipeline, stages and shardwright/api, without `shardwright`."""
     found = {}
-    for path in sorted([*root.glob("pipeline/**/*.py"), *root.glob("stages/**/*.py")]):
-        parts = path.relative_to(root).with_suffix("").parts
+    for path in sorted(path for room in ROOMS for path in root.glob(f"{room}/**/*.py")):
+        parts = tuple(_ours(".".join(path.relative_to(root).with_suffix("").parts)).split("."))
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
 
@@ -120,6 +121,8 @@ def _directions(graph, known):
             target = resolve(item.target, known)
             if within(name, "pipeline") and within(target, "stages"):
                 yield f"{name}:{item.line} pipeline imports {target}"
+            if not within(name, "api") and within(target, "api"):
+                yield f"{name}:{item.line} imports {target}, which is for users"
             if not within(name, "stages") or not within(target, "stages"):
                 continue
             own, other = [*name.split("."), ""][1], [*target.split("."), ""][1]
@@ -254,6 +257,7 @@ def test_a_tree_that_keeps_the_rules_passes(tmp_path):
         ("stages/trace/run.py", "from ..solve import run\n", "stage trace imports stages.solve.run"),
         ("stages/trace/run.py", "from stages import solve\n", "stage trace imports stages.solve"),
         ("stages/trace/run.py", "from stages import commands\n", "stage trace imports stages.commands"),
+        ("stages/trace/run.py", "from shardwright.api.plan import Plan\n", "imports api.plan.Plan, which is for users"),
         ("stages/commands.py", "from stages.solve.run import run\n", "before it is needed"),
         ("stages/commands.py", "import stages.solve\n", "before it is needed"),
         (

@@ -157,3 +157,11 @@ def test_code_outside_the_project_is_put_on_the_path(tmp_path, monkeypatch):
 def test_a_code_folder_that_is_not_there(tmp_path):
     with pytest.raises(TargetError, match=r"conf/config.yaml: code: the code folder 'nowhere' does not exist"):
         add_code_path(tmp_path, "nowhere")
+
+
+def test_the_target_may_be_the_function_itself():
+    def made(first, width):
+        return first, width
+
+    assert instantiate({"_target_": made, "width": 3}, WHERE, "first") == ("first", 3)
+    assert "needs it" in refusal({"_target_": made}, "first")

@@ -132,7 +132,7 @@ def judged(project) -> dict[str, dict[str, Any]]:
     for number, edited in enumerate([text, *(_edited(text, *edit[:2]) for edit in EDITS.values())]):
         path = project / f"{number}.py"
         path.write_text(edited)
-        jobs[edited] = verify_run._job(project, config, 2, written) | {"module_path": str(path)}
+        jobs[edited] = verify_run.job_of(project, config, 2, written) | {"module_path": str(path)}
     return run_ranks(RANKS, _verify_all, jobs)[0]
 
 

@@ -224,6 +224,9 @@ class ShardBucket:
         self._wait_for_work()
         for number, shard in self._apart():
             shard.data = self._shard(number)
+        for number, shard in enumerate(self.shards):
+            if shard.grad is None:  # as `zero_grad` leaves it
+                shard.grad = self._slot(self.own, number).view_as(shard)
 
     def gather(self) -> None:
         own = self.rows[self.axis.rank]

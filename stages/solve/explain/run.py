@@ -51,7 +51,13 @@ def text_of(found: Explained) -> str:
 def _of_one(root: Path, asked: argparse.Namespace, evaluate: Evaluate, log: Log) -> Explained:
     config, found = read(KINDS, root)
     remember_in(root / "runs" / "ops")
-    plan = planned(found)
+    return explained(planned(found), config, asked, evaluate, log)
+
+
+def explained(
+    plan: PlannedRun, config: Config, asked: argparse.Namespace, evaluate: Evaluate, log: Log
+) -> PlanSummary | Module | SubjectSummary:
+    """What the command tells of a run that is planned, by its arguments."""
     if asked.name is None:
         return explain_whole(plan)
     subject = find_subject(plan.graph, asked.name)

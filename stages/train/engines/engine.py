@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from shardwright.pipeline.base.errors import TrainError
 from shardwright.pipeline.base.instantiate import instantiate
 from shardwright.pipeline.ir.layout import Layout
 from shardwright.pipeline.runtime.programs.source import CannotEvaluate, load_program
+from shardwright.pipeline.runtime.step.slices import Slices
 from shardwright.pipeline.user.batches import Batches
 from shardwright.pipeline.user.optimizer import build_optimizer
 from shardwright.pipeline.user.weights import Shape, write_weights
@@ -26,6 +27,8 @@ from shardwright.stages.train.job import Job
 from shardwright.stages.train.ranks.watchdog import Beat, unwatched, with_beats
 
 Batch = dict[str, Tensor]  # of one micro-batch, as far as this rank needs it
+Inputs = tuple[Job, dict[str, Layout]]  # the job as if the model had these inputs alone, and how they lie
+K = TypeVar("K")
 MODULE = str(artifacts.KINDS["module"].path(Path()))
 
 
@@ -123,9 +126,18 @@ class Engine(ABC):
     def where(self, group: str, key: str) -> str:
         return f"{self.job['where'][group]}: {key}"
 
+    def seed(self) -> None:
+        """Before the module is built."""
+        torch.manual_seed(self.job["train"]["seed"])
+
     def build_module(self) -> nn.Module:
         model: nn.Module = instantiate(self.job["model"]["module"], self.where("model", "module"))
         return model.train()
+
+    def readers(self, of: Mapping[K, Inputs], axes: list[str], slices: Slices | None) -> dict[K, Batches]:
+        """What reads the batches of these inputs, from one data set."""
+        dataset = self.build_dataset()
+        return {key: Batches(dataset, *inputs, axes, slices=slices) for key, inputs in of.items()}
 
     def build_dataset(self) -> Any:
         return instantiate(self.job["data"]["dataset"], self.where("data", "dataset"))
@@ -158,7 +170,8 @@ def unchanged(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 def program_of(job: Job, *, evaluates: bool = False) -> ModuleType:
     """It must still be what the run was started with: a rank reads it later, and once more after a restart."""
-    source = Path(job["module_path"]).read_bytes()
+    given_source = job.get("program")
+    source = Path(job["module_path"]).read_bytes() if given_source is None else given_source.encode()
     given = job.get("digests", {}).get(MODULE)
     if given is not None and artifacts.digest_of("module", source) != given:
         what = "it has changed since the run was started"

@@ -26,10 +26,9 @@ from shardwright.pipeline.runtime.step.buckets import Row
 from shardwright.pipeline.runtime.step.gradients import Clipping
 from shardwright.pipeline.runtime.step.running_stats import statistics_of
 from shardwright.pipeline.runtime.step.slices import Slices
-from shardwright.pipeline.user.batches import Batches
 from shardwright.pipeline.user.weights import Shape
 from shardwright.stages.train.data import held_out_batches
-from shardwright.stages.train.engines.engine import Batch, Engine, StateShard, program_of
+from shardwright.stages.train.engines.engine import Batch, Engine, Inputs, StateShard, program_of
 from shardwright.stages.train.engines.tensors import OwnTensors, StoredRows, refuse_optimizer
 from shardwright.stages.train.job import Job
 from shardwright.stages.train.ranks.joining import gathered
@@ -61,8 +60,7 @@ class PipelinedEngine(Engine):
         self.clipping = self._clipping(updated)
         refuse_optimizer(self, [(own.stored, n, self.shapes[n]) for own in self.own.values() for n in own.tensors])
         self.optimizer = self.build_optimizer([own for own, _ in updated])
-        dataset, axes, slices = self.build_dataset(), self.places.axes, self.slices
-        self._readers = {n: Batches(dataset, *given, axes, slices=slices) for n, given in self._inputs().items()}
+        self._readers = self.readers(self._inputs(), self.places.axes, self.slices)
         self.samples = self.slices.start(self.passes)
         if job["train"]["evaluate"]["every"]:
             self.held_out = self._held_out()
@@ -83,8 +81,8 @@ class PipelinedEngine(Engine):
 
     # ---- batches: of all partitions of this rank, by the partition's number and the input's name
 
-    def _inputs(self) -> dict[int, tuple[Job, dict[str, Layout]]]:
-        """For each partition that has inputs: the job as if the model had these alone, and how they lie."""
+    def _inputs(self) -> dict[int, Inputs]:
+        """For each partition that has inputs."""
         specs = self.job["model"]["batch"]
         found = {}
         for number in self.places.numbers:

@@ -17,7 +17,6 @@ from shardwright.pipeline.runtime.step.gradients import Clipping, Gradients
 from shardwright.pipeline.runtime.step.passes import run_passes
 from shardwright.pipeline.runtime.step.running_stats import statistics_of
 from shardwright.pipeline.runtime.step.slices import Slices
-from shardwright.pipeline.user.batches import Batches
 from shardwright.pipeline.user.weights import Shape
 from shardwright.stages.train.data import held_out_batches
 from shardwright.stages.train.engines.engine import Batch, Engine, StateShard, program_of, unchanged
@@ -50,7 +49,7 @@ class PlannedEngine(Engine):
         self.optimizer = self.build_optimizer(list(self.gradients.updated))
         layouts = {name: Layout.parse(text) for name, text in program.INPUTS.items()}
         slices = Slices(program.SLICES) if hasattr(program, "SLICES") else None
-        self._batches = Batches(self.build_dataset(), job, layouts, self.axes, slices=slices)
+        self._batches = self.readers({"": (job, layouts)}, self.axes, slices)[""]
         self.samples = self._batches.slices.start(self.passes)
         if job["train"]["evaluate"]["every"]:
             self.evaluating = program_of(job, evaluates=True).Program(self.own.tensors)

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -60,7 +59,7 @@ class OwnTensors:
     """
 
     def __init__(self, engine: Engine, stored: StoredRows, wanted: Callable[[str], bool] = lambda name: True) -> None:
-        torch.manual_seed(engine.job["train"]["seed"])
+        engine.seed()
         self.stored = stored
         initial = (Initial if dist.get_world_size() > 1 else BuiltModule)(engine.build_module)
         self.held_whole = initial.whole  # why this rank had to hold the whole module, or nothing

@@ -1,0 +1,1 @@
+"""Shardwright from Python: what `import shardwright as sw` offers (docs/python.md)."""
