@@ -11,7 +11,7 @@ import pyomo.environ as pyo
 import pytest
 
 from shardwright.stages.solve.answer.frontier import FrontierSearch
-from shardwright.stages.solve.problem.data import Holding, Node, Problem
+from shardwright.stages.solve.problem.data import Edge, Holding, Node, Problem
 from shardwright.stages.solve.search.backends import NothingFound, glpk
 from shardwright.stages.solve.search.elimination import Elimination, Prices, TooWide, _spread
 from shardwright.stages.solve.search.integer_program import best_prices, solve, without_too_costly
@@ -137,6 +137,23 @@ def test_a_graph_that_is_too_wide_is_refused():
     problem = next(p for p in map(random_problem, POSSIBLE) if len(p.edges) > 3)
     with pytest.raises(TooWide):
         Elimination(problem, most_entries=0)
+
+
+def test_neighbours_without_a_choice_are_no_dims():
+    """numpy has 64: every two of 70 nodes are joined, and four of them have a choice."""
+    draw = np.random.default_rng(0)
+    free = (3, 40, 68, 69)
+    nodes = tuple(Node(f"n{n}", draw.integers(0, 9, 2 if n in free else 1).astype(float)) for n in range(70))
+    edges = tuple(
+        Edge(a, b, draw.integers(0, 9, (len(nodes[a].costs), len(nodes[b].costs))).astype(float))
+        for a, b in itertools.combinations(range(70), 2)
+    )
+    problem = Problem(nodes, edges)
+    found = Elimination(problem).minimise()
+    every = (
+        [dict(zip(free, own, strict=True)).get(n, 0) for n in range(70)] for own in itertools.product((0, 1), repeat=4)
+    )
+    assert found.value == problem.cost(found.picked) == min(problem.cost(tuple(own)) for own in every)
 
 
 @pytest.mark.parametrize("seed", POSSIBLE)

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from shardwright.stages.solve.problem.data import Array, Edge, Node, Problem, Share
 from shardwright.stages.solve.problem.made_once import MadeOnce
 from shardwright.stages.solve.search.kernels import Tables, least_shared, least_sums
-from shardwright.stages.solve.search.order import EliminationOrder, OrderRule
+from shardwright.stages.solve.search.order import EliminationOrder, EliminationStep, OrderRule
 
 MOST_ENTRIES = 200_000_000  # of one elimination: beyond this the graph is too wide
 MOST_SETS = 256  # of the forms of a share, to have a choice each
@@ -71,7 +71,10 @@ class _Factor:
 
 @dataclass(frozen=True)
 class _Form:
-    """A step without names: its axes' sizes (own variables last), where each table's dims lie, a share's forms."""
+    """A step without names: its axes' sizes (own variables last), where each table's dims lie, a share's forms.
+
+    A neighbour with one choice is no axis: hundreds of them may stand in a table, and numpy has 64 dims.
+    """
 
     sizes: tuple[int, ...]
     places: tuple[tuple[int, ...], ...]
@@ -146,7 +149,7 @@ class Elimination:
                 total += float(least)
         picked = np.zeros(len(self.sizes), dtype=np.int64)
         for step, best in zip(reversed(self.steps), reversed(answers), strict=True):
-            picked[list(step.variables)] = best[tuple(picked[n] for n in step.neighbours)]
+            picked[list(step.variables)] = best[tuple(picked[n] for n in self._around(step))]
         return Minimum(total * self.tick, tuple(int(k) for k in picked[: len(self.problem.nodes)]))
 
     # ---- the tables of the problem
@@ -184,21 +187,30 @@ class Elimination:
         known: dict[_Form, Callable[..., Eliminated]] = {}
         found = []
         for step in self.steps:
-            axes = (*step.neighbours, *step.variables)
+            axes = (*self._around(step), *step.variables)
             place = {variable: n for n, variable in enumerate(axes)}
             forms = self.factors[step.tables[0]].wants if len(step.variables) > 1 else ()
             form = _Form(
                 tuple(self.sizes[v] for v in axes),
-                tuple(tuple(place[v] for v in scopes[t]) for t in step.tables),
+                tuple(tuple(place[v] for v in scopes[t] if v in place) for t in step.tables),
                 tuple(tuple(int(n) for n in own) for own in forms),
             )
             found.append(known.setdefault(form, partial(_eliminate, form)))
             scopes.append(step.neighbours)
         return found
 
+    def _around(self, step: EliminationStep) -> tuple[int, ...]:
+        """The neighbours that are axes of its tables: those with a choice, and the maker of a share."""
+        maker = self.factors[step.tables[0]].variables[0] if len(step.variables) > 1 else None
+        return tuple(v for v in step.neighbours if self.sizes[v] > 1 or v == maker)
+
 
 def _eliminate(form: _Form, *tables: Array) -> Eliminated:
-    placed = [(table, list(places)) for table, places in zip(tables, form.places, strict=True)]
+    making = 1 if form.forms else 0  # the first table: by the maker's choice and the form, whatever its readers are
+    placed = [
+        (table if n < making else table.reshape([form.sizes[axis] for axis in axes]), list(axes))
+        for n, (table, axes) in enumerate(zip(tables, form.places, strict=True))
+    ]
     return _least_shared(placed, form) if form.forms else _least(placed, form.sizes)
 
 
