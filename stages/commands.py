@@ -101,7 +101,8 @@ def check(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     from shardwright.stages.check import check as judge
 
     draft = read_draft(root)
-    log.info("conf/ is read; now the code and the data that it names")
+    if not draft.mistakes.found:
+        log.info("conf/ is read; now the code and the data that it names")
     judge(root, draft, log)
     chosen = ", ".join(f"{group}={name}" for group, name in draft.config.choices.items())
     log.info("the configuration is valid: %s", chosen)
