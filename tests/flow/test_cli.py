@@ -67,7 +67,7 @@ def test_a_reader_that_stops_is_no_error_to_tell(bare: Project) -> None:
     """`shardwright ... | head -1`, the pipe closed before anything is written."""
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-m", "stages", "price", "model=gpt_1.7b"]
+    command = [sys.executable, "-m", "stages", "price", "-q", "model=gpt_1.7b"]
     done = subprocess.run(
         command, cwd=bare.root, env=bare.environment(), stdout=writing, stderr=subprocess.PIPE, text=True
     )
