@@ -264,9 +264,6 @@ def _of_training() -> Iterator[Attack]:
         {"train.engine": "ddp", "train.running_stats": "deferred"},
         train,
         "running_stats",
-        {"train.engine": "ddp", "train.running_stats": "deferred"},
-        train,
-        "running_stats",
     )
 
 
