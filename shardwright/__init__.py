@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from shardwright.api.fit import fit
     from shardwright.api.parallel import ParallelModule, parallelize
     from shardwright.api.plan import ModelPlan, load
     from shardwright.api.planning import plan, profile
@@ -23,6 +24,7 @@ __all__ = [
     "ModelPlan",
     "ParallelModule",
     "ShardwrightError",
+    "fit",
     "load",
     "parallelize",
     "plan",
@@ -34,6 +36,7 @@ _OFFERED = {
     "ParallelModule": "api.parallel",
     "ModelPlan": "api.plan",
     "ShardwrightError": "pipeline.base.errors",
+    "fit": "api.fit",
     "load": "api.plan",
     "parallelize": "api.parallel",
     "plan": "api.planning",

@@ -52,6 +52,17 @@ def sliced(graph: OpGraph, profile: Profile, slices: tuple[int, ...]) -> tuple[O
     return replace(graph, values=values), profile
 
 
+def grown(graph: OpGraph, profile: Profile, times: int) -> tuple[OpGraph, Profile]:
+    """Both with what so many times the samples hold, for memory: seconds stay."""
+    more, part = _depending(graph), Fraction(times)
+    values = {
+        name: replace(value, type=_cut(value.type, part)) if name in more else value
+        for name, value in graph.values.items()
+    }
+    costs = {op.name: _scaled(graph, op, profile.ops[op.name], 1, part) for op in graph.ops if more & set(op.outputs)}
+    return replace(graph, values=values), replace(profile, ops={**profile.ops, **costs})
+
+
 def _compiled_for(compiled: Compiled, count: int, largest: Fraction, known: bool) -> Compiled:
     """Blocks that were measured with the whole batch. Where `known`, prices divide them by the number of slices, as
     they do kernels: what is left is that the bytes are those of the largest."""

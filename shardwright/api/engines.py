@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.optim import Optimizer
 
-from shardwright.api.given import ArgumentError, Batch, GivenOptimizer
+from shardwright.api.given import ArgumentError, Batch, GivenModule, GivenOptimizer
 from shardwright.api.plan import ModelPlan
 from shardwright.pipeline.base.errors import TrainError
 from shardwright.pipeline.config import Precision
@@ -22,6 +23,7 @@ from shardwright.pipeline.runtime.step.passes import StepCopies, copies_of
 from shardwright.pipeline.runtime.step.slices import Slices
 from shardwright.pipeline.user.batches import Batches
 from shardwright.pipeline.user.optimizer import build_optimizer
+from shardwright.stages.codegen.run import write_program
 from shardwright.stages.train.engines.engine import Engine, Inputs, K, program_of
 from shardwright.stages.train.engines.pipelined import PipelinedEngine
 from shardwright.stages.train.engines.planned import PlannedEngine
@@ -232,8 +234,20 @@ def engine_of(plan: ModelPlan, module: nn.Module, optimizer: Optimizer) -> Plann
     trial = nn.Parameter(torch.zeros(2, 2))
     build_optimizer({"_target_": GivenOptimizer(optimizer)}, f"{WHERE}: optimizer", [trial])  # one that can step
     require_same_model(plan, module)
+    require_own_program(plan, module, WHERE)
     kind = PipelinedOnObjects if plan.decided.pipelined else PlannedOnObjects
     return kind(plan, module, optimizer)
+
+
+def require_own_program(plan: ModelPlan, module: nn.Module, where: str) -> None:
+    """A program that came in a file is run only if it is the one that the plan gives: a saved plan holds no code."""
+    if plan.model is not None:
+        return
+    config = replace(plan.config, model=replace(plan.config.model, module={"_target_": GivenModule(module)}))
+    text, _ = write_program(plan.graph, plan.decided, config, plan.made["plan"].digest)
+    if text != plan.program:
+        what, remedy = "its program is not the one that its plan gives", "plan again, with this version of Shardwright"
+        raise ArgumentError(what, where=f"{where}: plan", remedy=remedy)
 
 
 def require_same_model(plan: ModelPlan, module: nn.Module) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwright.api.arguments import arguments_named
+from shardwright.api.engines import require_own_program
 from shardwright.api.given import (
     ArgumentError,
     Batch,
@@ -70,6 +71,7 @@ def verify(
         raise ArgumentError("the plan was loaded", where=f"{WHERE}: model", remedy="give the model, and a batch")
     samples = plan.batch if batch is None else batch_of(arguments_of(model), batch)
     _check(plan, model, samples)
+    require_own_program(plan, model, WHERE)
     with TemporaryDirectory(prefix="verify-") as folder, arguments_named(WHERE):
         job = _job(Path(folder), plan, model, samples or {}, optimizer, steps)
         try:

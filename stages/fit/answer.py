@@ -10,6 +10,7 @@ from pathlib import Path
 
 STYLE = Path(__file__).parents[1] / "report" / "page.css"
 COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#9c6b4e", "#9498a0")
+MOST_TIMES = 256  # the batch that is asked about: a larger one is not looked for
 COLUMNS = ("cluster", "devices", "fits", "step", "samples/s", "tokens/s", "MFU", "memory", "plan")
 
 
@@ -53,7 +54,7 @@ class FitRow:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FitAnswer:
     model: str
     parameters: int  # that are trained
@@ -76,6 +77,8 @@ class FitAnswer:
     def text(self) -> str:
         body = _alone(self.rows[0]) if len(self.rows) == 1 else _table([COLUMNS, *(row.cells() for row in self.rows)])
         return "\n".join([self.about(), *body, self.how])
+
+    __repr__ = text
 
     def json(self) -> str:
         rows = [{**vars(row), "memory": dict(row.memory), "seconds": dict(row.seconds)} for row in self.rows]
@@ -121,7 +124,8 @@ def _alone(row: FitRow) -> list[str]:
         less = f"; {row.too_few} do not fit" if row.too_few else ""
         lines.append(("fewest", f"{row.fewest} devices fit{less} (of halves, quarters ...)"))
     if row.largest_batch:
-        lines.append(("largest", f"about {row.largest_batch} samples at a time fit, recomputing as much as it takes"))
+        some = "at least" if row.largest_batch >= MOST_TIMES * row.samples > 0 else "about"
+        lines.append(("largest", f"{some} {row.largest_batch} samples at a time fit, recomputing as much as it takes"))
     return [f"  {name:10}{value}" for name, value in lines]
 
 

@@ -40,14 +40,15 @@ from shardwright.pipeline.ir.verify import verify_sharding
 from shardwright.pipeline.models.from_config import batch_of
 from shardwright.pipeline.ops.uneven import uneven_in
 from shardwright.pipeline.sharding.lowering import with_paths
-from shardwright.pipeline.sharding.slices import fits, sliced
+from shardwright.pipeline.sharding.slices import fits, grown, sliced
 from shardwright.pipeline.tracing.shortened import Shortened, shortened
 from shardwright.pipeline.tracing.trace import trace
 from shardwright.pipeline.tracking.headline import mesh_text
 from shardwright.pipeline.user.optimizer import build_optimizer
-from shardwright.stages.fit.answer import FitAnswer, FitRow
+from shardwright.stages.fit.answer import MOST_TIMES, FitAnswer, FitRow
 
 BUILD = "shardwright.pipeline.models.from_config.build"
+FIRST_TIMES = 8  # the batch, where the largest is looked for first
 EACH = 2  # samples for each device, where no batch is given
 SECONDS = 3.0  # of one solve, where elimination cannot do it
 SETTINGS = Solve(backend=Backend.highs, search=Search.dp, frontier_points=2, gap=1e-2, time_limit_s=SECONDS)
@@ -270,21 +271,46 @@ class FittedModel:
         cut = (batch // parts,) * parts
         if batch % parts or not fits(self.graph, point.sharding, mesh.sizes, cut):
             return None
-        graph, profile = sliced(self.graph, self.profile, cut)
+        return self._needed(cluster, mesh, point, *sliced(self.graph, self.profile, cut))
+
+    def _needed(self, cluster: Cluster, mesh: Mesh, point: FrontierPoint, graph: OpGraph, profile: Profile) -> int:
         none = Frontier(1, self.profile.optimizer_copies, (mesh,), (point,))
-        found = self.stages.evaluate(graph, profile, cluster, none, 0, WHOLE)
-        return int(found.peak_bytes)
+        return int(self.stages.evaluate(graph, profile, cluster, none, 0, WHOLE).peak_bytes)
 
     def largest_batch(self, found: PlanFound) -> int | None:
-        """By the straight line through what the batch and half of it need at least; a multiple of the devices."""
-        batch, devices = self.graph.batch, found.cluster.devices
+        """A multiple of the devices.
+
+        The memory of a batch is the most of several straight lines. So between two batches it is no more than the line
+        through theirs, by which what is named fits, and beyond them no less, by which nothing larger is tried.
+        """
+        batch, devices, room = self.graph.batch, found.cluster.devices, found.cluster.memory_bytes
         point = min(found.frontier.points, key=lambda point: (point.resident_bytes, point.peak_bytes))
         (mesh,) = found.frontier.meshes
-        half, whole = (self.least_bytes(found.cluster, mesh, point, parts) for parts in (2, 1))
-        if half is None or whole is None or half >= whole:
-            return None
-        more = (found.cluster.memory_bytes - whole) / ((whole - half) / (batch / 2))
-        return max(0, int((batch + more) // devices * devices))
+        own = found.cluster, mesh, point
+
+        def needed(times: int) -> int:
+            return self._needed(*own, *grown(self.graph, self.profile, times))
+
+        fits, least = (1.0, needed(1))
+        if least > room:
+            return self._within(batch, least, own) // devices * devices or None
+        times, more = FIRST_TIMES, needed(FIRST_TIMES)
+        if more <= room:
+            most = 1 + (times - 1) * (room - least) / (more - least) if more > least else math.inf
+            fits, least, times = times, more, min(MOST_TIMES, max(times + 1, math.ceil(most)))
+            more = needed(times)
+        largest = times if more <= room else fits + (times - fits) * (room - least) / (more - least)
+        return int(batch * largest) // devices * devices
+
+    def _within(self, batch: int, whole: int, own: tuple[Cluster, Mesh, FrontierPoint]) -> int:
+        """Where the batch does not fit: by what the smallest part of it needs."""
+        room = own[0].memory_bytes
+        for parts in (count for count in range(batch, 1, -1) if batch % count == 0):
+            least = self.least_bytes(*own, parts)
+            if least is not None:
+                part = batch / parts
+                return int(part + (batch - part) * (room - least) / (whole - least)) if least <= room else 0
+        return 0
 
     def fewest_devices(self, machine: ClusterSettings, found: PlanFound) -> tuple[int | None, int | None]:
         """The smallest half, quarter ... of the devices that fits, and the next one, which does not."""

@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
 import shardwright as sw
+from shardwright.pipeline.base import artifacts
 from tests.api.small import BATCH, Classifier, planned
 from tests.ranks import run_ranks
 
@@ -309,13 +311,21 @@ def test_one_process_needs_no_launcher_but_the_right_number_of_ranks(plans: dict
     equal(found, unsplit("free"))
 
 
+def with_code(plan: sw.ModelPlan) -> sw.ModelPlan:
+    """As a file from elsewhere may be, its digest included."""
+    text, above = f"import os\n{plan.program}", [plan.made["graph"], plan.made["plan"]]
+    return replace(plan, made={**plan.made, "module": artifacts.make("module", text, above, {})})
+
+
 def alone(files: dict[str, str]) -> Result:
     torch.distributed.destroy_process_group()
     given = model()
     many, optimizer = sw.load(files["data"]), adamw(given)
     why = told(partial(sw.parallelize, given, optimizer, many))
     assert "the plan is for 2 devices, and 1 rank runs" in why and "torchrun --nproc-per-node=2" in why
-    own, optimizer = sw.parallelize(given, optimizer, sw.load(files["single"]))
+    one = sw.load(files["single"])
+    assert "its program is not the one" in told(partial(sw.parallelize, given, optimizer, with_code(one)))
+    own, optimizer = sw.parallelize(given, optimizer, one)
     there = weakref.ref(given)
     del given
     gc.collect()

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import shardwright as sw
 from shardwright.pipeline.base.errors import ShardwrightError
 from shardwright.pipeline.config import load_config, load_part
 from shardwright.pipeline.cost.step import Workload
 from shardwright.pipeline.ir.graph import Role, TensorType, Value
+from shardwright.pipeline.ir.plan import Frontier
 from shardwright.pipeline.ir.verify import verify_graph, verify_sharding
 from shardwright.pipeline.models import from_config
 from shardwright.pipeline.tracing.shortened import EqualBlocks, equal_blocks, shortened
@@ -22,7 +24,8 @@ from shardwright.pipeline.tracing.trace import trace
 from shardwright.stages.cluster.described import from_preset
 from shardwright.stages.command_line import main
 from shardwright.stages.commands import fit_stages
-from shardwright.stages.fit.run import SETTINGS, FitQuestion, FittedModel, _model, fit
+from shardwright.stages.fit.answer import MOST_TIMES
+from shardwright.stages.fit.run import SETTINGS, FitQuestion, FittedModel, PlanFound, _model, fit
 from shardwright.stages.solve.on_mesh import MeshProblem, price_point
 from tests.small_configs import shrink
 
@@ -98,6 +101,30 @@ def test_a_short_graph_is_a_graph_and_its_plan_is_worth_what_the_whole_ones_is(f
     assert min(p.resident_bytes for p in priced) <= 1.02 * min(p.resident_bytes for p in best)
 
 
+@pytest.mark.parametrize("room", [1.05, 1.5, 2.5])
+def test_the_largest_batch_fits_and_not_much_more_does(fitted, room):
+    """By what the model needs that is traced with as many samples."""
+    model, machine, config = fitted
+    cluster = from_preset(machine)
+    mesh = cluster.mesh_candidates(1)[0]
+    points = tuple(model._points(cluster, mesh))
+    frontier = Frontier(cluster.memory_bytes, model.profile.optimizer_copies, (mesh,), points)
+    least = min(points, key=lambda point: point.resident_bytes)
+    budget = round(room * model.least_bytes(cluster, mesh, least, 1))
+    found = model.largest_batch(PlanFound(None, None, replace(cluster, memory_bytes=budget), frontier))
+    assert found >= 4 and found % 2 == 0
+
+    def needed(samples):
+        specs = {name: replace(own, shape=[samples, 64]) for name, own in config.model.batch.items()}
+        other = FittedModel.of(replace(config, model=replace(config.model, batch=specs)), fit_stages(), model.log)
+        own = min(other._points(cluster, mesh), key=lambda point: point.resident_bytes)
+        return other.least_bytes(cluster, mesh, own, 1)
+
+    assert needed(found) <= 1.02 * budget < needed(2 * found)
+    endless = PlanFound(None, None, replace(cluster, memory_bytes=1 << 60), frontier)
+    assert model.largest_batch(endless) == MOST_TIMES * 4, "no larger one is looked for"
+
+
 def test_what_does_not_fit_is_told_with_what_would(small, tmp_path):
     answer = fit(
         FitQuestion(small("llama_8b"), ("dgx_h100",), batch=4, devices=2, memory_gb=0.0001), tmp_path, fit_stages()
@@ -137,6 +164,14 @@ def test_the_command_prints_a_table_of_clusters_and_writes_a_page(small, tmp_pat
     assert (tmp_path / "page.html").read_text().count("<svg") == 4
     assert main(["fit", "gpt_small", "--cluster", "h100", "--json", "-q"]) == 0  # a file of conf/model
     assert json.loads(capsys.readouterr().out)["rows"][0]["fewest"] == 1
+
+
+def test_from_python_it_is_the_same(small):
+    found = sw.fit(small("llama_8b"), ["h100", "a100_80"], batch=2)
+    assert [row.cluster for row in found.rows] == ["h100", "a100_80"] and found.fits and repr(found) == found.text()
+    for wrong, told in (({"batch": 0}, "batch"), ({"precision": "fp8"}, "precision"), ({"cluster": "h10"}, "h10")):
+        with pytest.raises(sw.ShardwrightError, match=rf"sw\.fit: .*{told}"):
+            sw.fit("config.json", **wrong)
 
 
 @pytest.mark.parametrize(
