@@ -452,7 +452,7 @@ def test_settings_are_told_by_value_while_their_files_are_there(tmp_path, monkey
     ],
 )
 def test_mistakes_are_one_line(root, capsys, asked, told):
-    assert main(["explain", *asked]) == 2
+    assert main(["explain", "-q", *asked]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and told in captured.err and captured.err.count("\n") == 1
 

@@ -124,7 +124,7 @@ def test_every_word_of_a_layout_can_be_searched():
     ],
 )
 def test_mistakes_are_one_line_and_status_two(project, capsys, words, message):
-    assert main(["price", *words.split()]) == 2
+    assert main(["price", "-q", *words.split()]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.startswith("error: ") and message in captured.err
     assert captured.err.count("\n") == 1
