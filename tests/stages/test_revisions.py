@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,6 @@ GIT = ("git", "-c", "user.name=x", "-c", "user.email=x@x")
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of its own in a repository, as `shardwright init training` makes it; committed with its run."""
-    from dvc.repo import Repo
-
     top = tmp_path_factory.mktemp("repository")
     root = top / "training"
     (root / "conf").mkdir(parents=True)
@@ -31,8 +30,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / ARTIFACT).write_text("{}")
     (root / "runs/trace/summary.json").write_text('{"ops": 3}')
     subprocess.run((*GIT, "init", "-q", str(top)), check=True)
-    with Repo.init(str(root), subdir=True) as repo:
-        repo.add([str(root / ARTIFACT), str(root / "runs/trace/summary.json")])
+    for words in (("init", "-q", "--subdir"), ("add", "-q", ARTIFACT, "runs/trace/summary.json")):
+        subprocess.run((sys.executable, "-m", "dvc", *words), cwd=root, check=True)
     subprocess.run((*GIT, "add", "--all"), cwd=top, check=True)
     subprocess.run((*GIT, "commit", "-qm", "a run"), cwd=top, check=True)
     (root / ARTIFACT).write_text("[]")
