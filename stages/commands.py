@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from shardwright.pipeline.config import ClusterSettings, Config
     from shardwright.pipeline.ir.cluster import Cluster
     from shardwright.pipeline.layouts.planner_stages import PlannerStages
-    from shardwright.stages.fit.run import FitStages
+    from shardwright.stages.fit.model import FitStages
 
 
 class RunFailed(ShardwrightError):
@@ -344,7 +344,7 @@ def fit_stages() -> FitStages:
     from shardwright.stages.checkpoint.choose import choose, evaluate
     from shardwright.stages.checkpoint.unpipelined import find_alone
     from shardwright.stages.cluster.described import from_preset
-    from shardwright.stages.fit.run import FitStages
+    from shardwright.stages.fit.model import FitStages
     from shardwright.stages.profile.optimizer import optimizer_copies
     from shardwright.stages.profile.run import make_profile
     from shardwright.stages.solve.on_mesh import MeshProblem

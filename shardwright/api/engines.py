@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -103,9 +104,9 @@ class OnObjects(Engine):
             group["params"] = [own for name in names for own in updated.get(name, ())]
         return optimizer
 
+    @abstractmethod
     def updated(self) -> dict[str, list[nn.Parameter]]:
         """What the optimizer updates, by the name of the parameter."""
-        raise NotImplementedError
 
     def readers(self, of: Mapping[K, Inputs], axes: list[str], slices: Slices | None) -> dict[K, Batches]:
         own = slices or Slices((next(iter(self.specs.values()))["shape"][0],))
@@ -115,9 +116,9 @@ class OnObjects(Engine):
         """The batches of the step that comes."""
         self.step_batches[:] = batches
 
+    @abstractmethod
     def loss_when_evaluating(self) -> float:
         """Of the first batch that was taken."""
-        raise NotImplementedError
 
 
 class PlannedOnObjects(OnObjects, PlannedEngine):

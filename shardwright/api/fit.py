@@ -12,7 +12,7 @@ from shardwright.pipeline.base.errors import shown
 from shardwright.pipeline.config.schema import Precision
 from shardwright.stages.commands import fit_stages
 from shardwright.stages.fit.answer import FitAnswer
-from shardwright.stages.fit.run import FitQuestion
+from shardwright.stages.fit.question import FitQuestion
 from shardwright.stages.fit.run import fit as answered
 
 

@@ -33,7 +33,7 @@ def run(
     root: Path, arguments: argparse.Namespace, run_of: RunOf, of_planner: Callable[[], PlannerStages], log: Log
 ) -> int:
     question, patience = read_question(arguments), Patience(arguments.seconds, log)
-    shown = Shown(as_json=arguments.json)
+    shown = LastAnswer(as_json=arguments.json)
     with shown:
         if of_layouts(question.words):
             shown.answer = getattr(ByLayouts.of(root, question, of_planner()), question.name)()
@@ -68,8 +68,8 @@ class Patience:
         return gone + one > self.seconds
 
 
-class Shown:
-    """The last answer, printed at the end: also when it is stopped by Ctrl-C, but not for an error."""
+class LastAnswer:
+    """Printed at the end: also when it is stopped by Ctrl-C, but not for an error."""
 
     def __init__(self, as_json: bool) -> None:
         self.as_json, self.answer = as_json, cast("Answer | None", None)

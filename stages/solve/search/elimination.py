@@ -106,6 +106,7 @@ class Elimination:
         self.steps, self.dense = best.steps, best.dense
         self._once = MadeOnce()  # tables, and what is left of them: equal work has equal arrays
         self._coverage: dict[tuple[int, ...], list[tuple[int, list[tuple[Array, list[int]]]]]] = {}
+        self._around = [self._axes_around(step) for step in self.steps]
         self._eliminations = self._find_eliminations()
         self._node = [max(v for v in f.variables if v < len(problem.nodes)) for f in self.factors]
         self._unpriced = [self._table(number, ()) for number in range(len(self.factors))]
@@ -148,8 +149,8 @@ class Elimination:
             if not step.neighbours:
                 total += float(least)
         picked = np.zeros(len(self.sizes), dtype=np.int64)
-        for step, best in zip(reversed(self.steps), reversed(answers), strict=True):
-            picked[list(step.variables)] = best[tuple(picked[n] for n in self._around(step))]
+        for step, around, best in zip(self.steps[::-1], self._around[::-1], answers[::-1], strict=True):
+            picked[list(step.variables)] = best[tuple(picked[n] for n in around)]
         return Minimum(total * self.tick, tuple(int(k) for k in picked[: len(self.problem.nodes)]))
 
     # ---- the tables of the problem
@@ -186,8 +187,8 @@ class Elimination:
         scopes = [factor.variables for factor in self.factors]
         known: dict[_Form, Callable[..., Eliminated]] = {}
         found = []
-        for step in self.steps:
-            axes = (*self._around(step), *step.variables)
+        for step, around in zip(self.steps, self._around, strict=True):
+            axes = (*around, *step.variables)
             place = {variable: n for n, variable in enumerate(axes)}
             forms = self.factors[step.tables[0]].wants if len(step.variables) > 1 else ()
             form = _Form(
@@ -199,7 +200,7 @@ class Elimination:
             scopes.append(step.neighbours)
         return found
 
-    def _around(self, step: EliminationStep) -> tuple[int, ...]:
+    def _axes_around(self, step: EliminationStep) -> tuple[int, ...]:
         """The neighbours that are axes of its tables: those with a choice, and the maker of a share."""
         maker = self.factors[step.tables[0]].variables[0] if len(step.variables) > 1 else None
         return tuple(v for v in step.neighbours if self.sizes[v] > 1 or v == maker)
