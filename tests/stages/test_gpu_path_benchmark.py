@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu_path
-from benchmarks.gpu_path import FORMS, GPU, PROJECTS, Project, measure
+from benchmarks.gpu_path import GPU, PROJECTS, measure
 from benchmarks.gpu_path_models import MODELS, WAY, Drawn, Recomputed, build
+from benchmarks.gpu_path_project import FORMS, Failed, Project
 from benchmarks.gpu_path_report import BARS, figures, judged, met, report
 from shardwright.pipeline.config import load_config
 
@@ -83,34 +83,69 @@ def test_what_fits_nothing_is_told_and_what_failed_counts():
 @pytest.mark.parametrize("form", FORMS)
 def test_every_project_is_one_that_the_stages_read(tmp_path: Path, form: str):
     for model, precision in PROJECTS:
-        project = Project(tmp_path / model, model, precision, GPU)
-        project.configure(form, 24 * GB)
+        project = Project(tmp_path / model, f"{model} {precision}", form, GPU)
+        project.configure(24 * GB)
         config = load_config(project.root)
         assert config.solve.memory_budget_gb == 24 and config.model.precision.value == precision
         assert config.model.compile is (form != "eager")
 
 
+class Walked:
+    """In the place of a project's commands: which ran in which folder, and what they say."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.commands: list[tuple[str, str]] = []
+        self.fails: dict[tuple[str, str], str] = {}
+        walked = self
+
+        def run(project: Project, *stages: str) -> None:
+            for stage in stages:
+                walked.commands.append((project.root.name, stage))
+                if (project.root.name, stage) in walked.fails:
+                    raise Failed(stage, walked.fails[project.root.name, stage])
+                (project.root / "runs" / stage).mkdir(parents=True, exist_ok=True)
+                project._mark(stage).write_text("1.0")
+
+        def train(project: Project, way: str = "plain") -> dict[str, float]:
+            walked.commands.append((project.root.name, f"train {way}"))
+            budget = json.loads((project.root / "conf/solve/gpu.yaml").read_text())["memory_budget_gb"]
+            return peer(budget or 10.0, 100.0)
+
+        monkeypatch.setattr(Project, "run", run)
+        monkeypatch.setattr(Project, "train", train)
+        monkeypatch.setattr(Project, "predicted", lambda project: ({"ms": 99.0, "peak": 5.0 * GB}, True))
+
+    def trained(self) -> list[tuple[str, str]]:
+        return [(root, what) for root, what in self.commands if what.startswith("train")]
+
+
+TINY = {("gpt2-tiny", "amp"): {"eager": (100, 50), "graphs": (50,)}}
+
+
 def test_it_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
-    done: list[Any] = []
-
-    def as_peer(project: Project, way: str) -> dict[str, Any]:
-        done.append(way)
-        return peer(10.0, 100.0)
-
-    def as_point(project: Project, own: gpu_path.Point, plain: float) -> dict[str, Any]:
-        done.append(own.share)
-        return point(own.form, plain * own.share / 100 / GB, plain * own.share / 100 / GB, 90.0) | {
-            "project": own.project
-        }
-
-    monkeypatch.setattr(gpu_path, "measured_peer", as_peer)
-    monkeypatch.setattr(gpu_path, "measured_point", as_point)
-    projects = {("gpt2-tiny", "amp"): {"eager": (100, 50), "graphs": (50,)}}
-    assert measure(projects, GPU, tmp_path, ["eager"], -1.0, ("plain",))["points"] == 0 and done == []
-    assert measure(projects, GPU, tmp_path, ["eager", "50"], 60.0, ("plain",))["points"] == 1 and done == ["plain", 50]
-    assert measure(projects, GPU, tmp_path, [""], 60.0, ("plain",))["points"] == 3
-    assert done == ["plain", 50, 100, 50], "what was measured was measured again"
+    walked = Walked(monkeypatch)
+    assert measure(TINY, GPU, tmp_path, ["eager"], -1.0, ("plain",))["points"] == 0 and walked.commands == []
+    assert measure(TINY, GPU, tmp_path, ["eager", "50"], 60.0, ("plain",))["points"] == 1
+    assert walked.trained() == [("gpt2-tiny-amp-eager", "train plain"), ("gpt2-tiny-amp-eager-50", "train plain")]
+    assert measure(TINY, GPU, tmp_path, [""], 60.0, ("plain",))["points"] == 3
+    again = [root for root, _ in walked.trained()[2:]]
+    assert again == ["gpt2-tiny-amp-eager-100", "gpt2-tiny-amp-graphs-50"], "what was measured was measured again"
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["points"] == 3
+    for stage in ("trace", "profile"):
+        roots = [root for root, what in walked.commands if what == stage]
+        assert sorted(roots) == ["gpt2-tiny-amp-eager", "gpt2-tiny-amp-graphs"], f"{stage} depends on no budget"
+    assert [what for _, what in walked.commands].count("cluster") == 1
+
+
+def test_a_stage_that_fails_is_told_with_its_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    walked = Walked(monkeypatch)
+    walked.fails["gpt2-tiny-amp-graphs", "profile"] = walked.fails["gpt2-tiny-amp-graphs-50", "profile"] = "it broke"
+    walked.fails["gpt2-tiny-amp-eager-50", "checkpoint"] = "raise memory_budget_gb"
+    found = measure(TINY, GPU, tmp_path, [""], 60.0, ("plain",))
+    assert found["points"] == 1 and found["failed"] == 1
+    points = json.loads((tmp_path / "state.json").read_text())["points"]
+    assert points["gpt2-tiny amp graphs 50"]["error"] == "profile: it broke"
+    assert points["gpt2-tiny amp eager 50"]["refused"] == "checkpoint: raise memory_budget_gb"
 
 
 def test_peers_are_ways_to_run_the_same_module(monkeypatch: pytest.MonkeyPatch):
