@@ -1,5 +1,6 @@
-# make run   set up, run the pipeline, print the summary        make test  set up, run the whole test suite
+# make run   set up, run the pipeline, print the summary        make test  set up, run the tests
 # make ui    the MLflow UI on 127.0.0.1                         make lint  formatting, lint and types
+# make test-all  the tests marked `long` too: more models, meshes and draws of what `make test` tries
 # make verify  hold the written program against the unsplit module, in float64
 # make site  docs/ as a site, build/site/index.html; a link that leads nowhere is an error
 PYTHON ?= python3
@@ -13,7 +14,7 @@ export PYTHONUNBUFFERED = 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := run
-.PHONY: run test test-oldest test-newest verify ui lint format docs site setup clean
+.PHONY: run test test-all test-oldest test-newest verify ui lint format docs site setup clean
 
 setup: $(VENV)/ready
 
@@ -31,16 +32,20 @@ run: setup
 # The tests of the report page need Chromium (`apt-get install chromium`), and are skipped without it.
 # In the order of collection: tests/flow, where few tests take long, comes first and leaves no long tail. `auto` is
 # one worker more than there are cores (tests/conftest.py).
+PYTEST = python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 test: setup
-	@python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	@$(PYTEST)
+
+test-all: setup
+	@$(PYTEST) -m ""
 
 # Both ends of what pyproject.toml allows, each in an environment of its own; gigabytes, and an hour each.
 test-oldest:
 	@mkdir -p .venv-oldest && $(PYTHON) tests/oldest.py > .venv-oldest/constraints.txt
-	@$(MAKE) test VENV=.venv-oldest CONSTRAINTS=.venv-oldest/constraints.txt
+	@$(MAKE) test-all VENV=.venv-oldest CONSTRAINTS=.venv-oldest/constraints.txt
 
 test-newest:
-	@$(MAKE) test VENV=.venv-newest CONSTRAINTS=
+	@$(MAKE) test-all VENV=.venv-newest CONSTRAINTS=
 
 verify: setup
 	@python -m stages verify
