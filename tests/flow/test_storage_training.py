@@ -25,6 +25,7 @@ from shardwright.stages.checkpoint.recompute.simulate import simulate
 from shardwright.stages.train.engines.planned import PlannedEngine
 from shardwright.stages.train.loop import Loop
 from tests import plans, storage_plans
+from tests.asked import asked, mostly_long
 from tests.jobs import train_settings
 from tests.ranks import run_ranks
 from tests.storage_plans import NAMED, plan_named
@@ -39,6 +40,7 @@ MODELS |= dict.fromkeys(("uneven_zero1", "uneven_zero3"), "uneven")
 SIZES = {MODEL: plans.GPT8, "tied8": plans.GPT8 | {"tie": True}, "uneven": plans.UNEVEN}
 BATCHES = {MODEL: 8, "tied8": 8, "uneven": 12}
 NAMES = tuple(MODELS)
+SHORT = ("ddp", "zero1", "zero2", "zero3", "zero3_tp", "ddp_zero1", "zero1x3", "tied_zero2x3", "uneven_zero3")
 
 
 def micro_batches(name: str) -> int:
@@ -112,11 +114,12 @@ def plain_losses(name: str, micro_batches: int) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory) -> dict[str, list[dict]]:
+def reports(tmp_path_factory, request) -> dict[str, list[dict]]:
     found = {}
-    for sizes in {NAMED[stored(name)].sizes for name in NAMES}:
+    names = asked(request, "name")
+    for sizes in {NAMED[stored(name)].sizes for name in names}:
         folder = tmp_path_factory.mktemp("training")
-        for name in NAMES:
+        for name in names:
             if NAMED[stored(name)].sizes == sizes:
                 (folder / f"{name}.py").write_text(plans.lowered(MODELS[name], plan_of(name))[1])
         by_rank = run_ranks(prod(sizes), train, str(folder))
@@ -131,21 +134,21 @@ def priced(name: str) -> tuple[StepPrice, Linear]:
     return priced.step, linearize(priced)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", mostly_long(NAMES, lambda name: name in SHORT))
 def test_the_losses_are_those_of_the_plain_loop(reports, name: str) -> None:
     for report in reports[name]:
         assert report["losses"] == pytest.approx(plain_losses(MODELS[name], micro_batches(name)), rel=2e-5)
         assert report["samples"] == BATCHES[MODELS[name]] * micro_batches(name)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", mostly_long(NAMES, lambda name: name in SHORT))
 def test_what_stays_between_steps_is_what_is_priced(reports, name: str) -> None:
     """The graph is of float64, the training in float32; AdamW counts its steps for each parameter."""
     expected = priced(name)[0].resident_bytes // 2 + 4 * len(plan_of(name).sharding.storage)
     assert {report["resident"] for report in reports[name]} == {expected}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", mostly_long(NAMES, lambda name: name in SHORT))
 def test_the_peak_is_the_predicted_one(reports, name: str) -> None:
     """Never more than that, but for what half of the graph's bytes leave out of the batch, and AdamW's counts of steps.
 
