@@ -127,7 +127,13 @@ def until_it_speaks(port: int, rank: int, within: float = LIMIT_S) -> None:
     store.wait([f"beat/{rank}"])
 
 
-@pytest.mark.parametrize(("sign", "told"), [(signal.SIGKILL, "died of SIGKILL"), (signal.SIGSTOP, "no longer answers")])
+@pytest.mark.parametrize(
+    ("sign", "told"),
+    [
+        (signal.SIGKILL, "died of SIGKILL"),
+        pytest.param(signal.SIGSTOP, "no longer answers", marks=pytest.mark.long),  # after the silence that is allowed
+    ],
+)
 def test_a_rank_that_dies_or_stops_on_another_host_is_named(sign, told):
     port = free_port()
     processes = [first(local(port, "other", silent_s=8)), join(f"127.0.0.1:{port}", "other")]

@@ -19,7 +19,7 @@ def project(make_project: Maker) -> Project:
     return project
 
 
-@pytest.mark.parametrize("devices", [1, 6])
+@pytest.mark.parametrize("devices", [1, pytest.param(6, marks=pytest.mark.long)])
 def test_any_number_of_devices(project: Project, devices: int) -> None:
     project.write_yaml("conf/cluster/tiny.yaml", TINY["cluster"] | {"devices": devices})
     for stage in STAGES[2:]:

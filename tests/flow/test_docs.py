@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.asked import mostly_long
 from tests.doc_commands import commands_of, complaint, shown_commands
 from tests.flow.conftest import Maker
 from tests.flow.project import SOURCE, TINY, Project
@@ -59,6 +60,8 @@ def reason(command: str) -> str | None:
 MADE_BY = "dvc repro -f"  # by this command the project is what the others need
 RUN = [one for one in SHOWN if reason(one) is None and one not in (MADE_BY, *RUN_THERE)]
 RUN.sort(key=lambda one: not one.startswith(("git add", "mkdir", "cp", "echo")))  # others read what these make
+SEARCHES = [one for one in RUN if one.startswith(("shardwright whatif", "shardwright fit"))]
+SHORT = {one.split()[1]: one for one in reversed(SEARCHES)}.values()  # the first of each
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +102,7 @@ def shipped(make_project: Maker) -> Project:
     return project
 
 
-@pytest.mark.parametrize("command", RUN)
+@pytest.mark.parametrize("command", mostly_long(RUN, lambda one: one in SHORT or one not in SEARCHES))
 def test_a_command_of_the_docs_succeeds(project: Project, shipped: Project, command: str) -> None:
     project = shipped if command.startswith(WITHOUT_RUN) else project
     done = call(project, command)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from shardwright.pipeline.base.artifacts import KINDS
 from shardwright.pipeline.base.stage import STAGES as SPECS
 from shardwright.pipeline.config import try_settings
 from shardwright.stages.sweep.run import points_of
+from tests.asked import mostly_long
 from tests.flow.conftest import Maker
 from tests.flow.project import STAGES, TINY, Done, Project
 
@@ -43,9 +44,10 @@ SMALL: dict[str, dict[str, Any]] = {
 RUN_HERE: list[str] = []
 
 
-def documented(*commands: str) -> pytest.MarkDecorator:
+def documented(*commands: str, short: Sequence[str] = ()) -> pytest.MarkDecorator:
+    """All are short unless some are named."""
     RUN_HERE.extend(commands)
-    return pytest.mark.parametrize("command", commands)
+    return pytest.mark.parametrize("command", mostly_long(commands, lambda one: one in (short or commands)))
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +144,7 @@ def experiments(project: Project) -> set[str]:
     return set(project.git("for-each-ref", "--format=%(refname:lstrip=-1)", "refs/exps").split())
 
 
+@pytest.mark.long
 @documented(HIGHS)
 def test_another_solver(project: Project, command: str) -> None:
     ran = experiment(project, command).stages
@@ -206,11 +209,14 @@ def test_experiments_with_other_words_are_accepted(project: Project, command: st
 TIGHT = "cluster=preset_cpu solve.memory_budget_gb=0.02"
 
 
-@documented(
+WHATIF = (
     "shardwright whatif batch",
     f"shardwright whatif batch {TIGHT} --step 8",
     f"shardwright whatif sequence {TIGHT} --step 64",
 )
+
+
+@documented(*WHATIF, short=WHATIF[1:2])
 def test_the_largest_that_fits(project: Project, command: str) -> None:
     question, step = command.split()[2], int((re.findall(r"--step (\d+)", command) or ["2"])[0])
     found = re.search(rf"the largest {question} that fits is (\d+); (\d+) does not", whole_answer(project, command))
@@ -253,6 +259,7 @@ def test_a_sweep_without_a_file(project: Project, command: str) -> None:
     assert [config.solve.memory_budget_gb for config in found] == [0.02, 0.02]
 
 
+@pytest.mark.long
 @documented("shardwright sweep budgets")
 def test_points_of_a_sweep(project: Project, command: str) -> None:
     """Each is an experiment and a row; the last has a budget that no plan fits, which is its row's reason."""
@@ -265,6 +272,7 @@ def test_points_of_a_sweep(project: Project, command: str) -> None:
     assert "no plan fits" in points[-1]["reason"] and (project.root / f"runs/sweep/{name}/1.log").is_file()
 
 
+@pytest.mark.long
 @documented("shardwright explain --diff HEAD NAME")
 def test_an_experiment_beside_a_revision(project: Project, command: str) -> None:
     name = next(name for name in sorted(experiments(project)) if name.startswith("budgets"))
@@ -279,6 +287,7 @@ def test_an_experiment_beside_a_revision(project: Project, command: str) -> None
     assert "its run is not in DVC's cache" in call(project, command.replace("NAME", name)).refused()
 
 
+@pytest.mark.long
 @documented("dvc exp apply NAME")
 def test_an_experiment_is_taken(project: Project, command: str) -> None:
     name = next(name for name in sorted(experiments(project)) if name.startswith("budgets"))

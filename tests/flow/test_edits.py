@@ -87,6 +87,7 @@ def test_a_tight_budget_saves_memory_and_changes_no_loss(tiny: Project) -> None:
     assert tiny.repro().ok().stages == []
 
 
+@pytest.mark.long
 def test_micro_batches_plan_again_and_train_as_the_plain_loop_does(tiny: Project) -> None:
     once = tiny.load("plan").prediction
     with undone(tiny, "conf/train/tiny.yaml"):

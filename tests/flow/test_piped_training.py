@@ -72,6 +72,7 @@ def test_the_summary_shows_the_pipeline(
     assert f"1f1b of 2 partitions, {MICRO_BATCHES[slices]} micro-batches" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_only_the_last_micro_batch_keeps_everything(
     make_project: Maker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

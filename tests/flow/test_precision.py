@@ -42,7 +42,7 @@ def plain_losses(project: Project, steps: int, capsys: Told) -> list[float]:
     return [float(line) for line in capsys.readouterr().out.split()]
 
 
-@pytest.mark.parametrize("precision", ["amp", "bf16"])
+@pytest.mark.parametrize("precision", ["amp", pytest.param("bf16", marks=pytest.mark.long)])
 def test_two_ranks_train_as_a_plain_loop_does(project: Project, capsys: Told, precision: str) -> None:
     """With one micro-batch and with three: these are the train file's, and only stages that read it run again."""
     for micro_batches, stages in {1: STAGES, 3: STAGES[STAGES.index("solve") :]}.items():
@@ -59,7 +59,8 @@ def test_two_ranks_train_as_a_plain_loop_does(project: Project, capsys: Told, pr
 
 
 def test_two_ranks_with_compiled_blocks_train_as_a_plain_loop_does(project: Project, capsys: Told) -> None:
-    project.write_yaml("conf/model/tiny.yaml", TINY["model"] | {"compile": True})
+    module = TINY["model"]["module"] | {"layers": 1}
+    project.write_yaml("conf/model/tiny.yaml", TINY["model"] | {"module": module, "compile": True})
     run_stages(*STAGES)
     report, plan = project.load("report"), project.load("plan")
     assert report.ranks == 2 and all(region.compiled == 1.0 for region in plan.regions if not region.recompute)

@@ -31,7 +31,7 @@ FORCED = [(n, f"{model}-{kind}") for n in COUNTS for model in ("gpt", "tied") fo
 
 
 def short(case: tuple[int, str]) -> bool:
-    """On two ranks one drawn plan of each model and two of the GPT, and all with a name; on three ranks of few models."""
+    """On two ranks all with a name, a drawn plan of each model and two of the GPT; on three ranks of few models."""
     ranks, (model, _, kind) = case[0], case[1].partition("-")
     if ranks == 3:
         return model in ("odd", "uneven") and kind == "0"

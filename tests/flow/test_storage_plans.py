@@ -180,8 +180,8 @@ def test_shards_that_do_not_divide_are_padded(name: str) -> None:
     assert ("dim=0, size=17)  # S(0) -> B [17, 15]" in text) == (name == "zero3")
 
 
-def test_the_text_is_clean(tmp_path: Path) -> None:
-    for _, case in CASES:
+def test_the_text_is_clean(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    for case in asked(request, "case"):
         text = source_of(case)
         (tmp_path / f"{case}.py").write_text(text)
         assert max(map(len, text.splitlines())) <= 120, case
