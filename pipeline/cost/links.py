@@ -7,11 +7,11 @@ last to keep something only has its arguments made (`pipeline.runtime.kept` and 
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardwright.pipeline.cost.groups import Join, LinkGroup, groups_of
+from shardwright.pipeline.cost.groups import Join, LinkGroup, groups_of, likeness
 from shardwright.pipeline.cost.link_facts import ChainFacts, LinkFacts, LinkHost, StepFacts
 from shardwright.pipeline.cost.step import Priced
 from shardwright.pipeline.ir.profile import CompiledWay
@@ -73,15 +73,32 @@ def link_costs(priced: Priced, growing: Container[str] = (), join: Join = Join.N
     `growing` are the parameters whose gradients appear in backward; those of others are there all the time.
     """
     facts, compiled = ChainFacts(priced, growing), priced.profile.compiled
-    groups = groups_of(priced.graph, priced.profile, join)
-    if join is not Join.COMPILED:
-        found = [_costs(group, facts.link(group)) for group in groups]
-    elif compiled is None or not compiled.runs:
-        found = [_unmeasured(_costs(group, facts.link(group))) for group in groups]
-    else:
-        runs = {block.first: compiled.runs[block.run] for block in compiled.blocks}
-        found = [_measured(group, facts, runs[group.first]) for group in groups]
-    return tuple(_beside(own, facts.unread_bytes()) for own in found)
+    measured = compiled is not None and join is Join.COMPILED and bool(compiled.runs)
+    runs = {block.first: block.run for block in compiled.blocks} if compiled and measured else {}
+    unread, found = facts.unread_bytes(), list[LinkCosts]()
+    known: dict[Hashable, tuple[LinkGroup, LinkCosts]] = {}
+    for group in groups_of(priced.graph, priced.profile, join):
+        run = runs.get(group.first)
+        own = likeness(priced.sharded, priced.ops, group.first, group.last, growing), group.run_number, run
+        if own not in known:
+            if compiled and run is not None:
+                costs = _measured(group, facts, compiled.runs[run])
+            else:
+                costs = _costs(group, facts.link(group))
+                costs = _unmeasured(costs) if join is Join.COMPILED else costs
+            known[own] = group, _beside(costs, unread)
+        found.append(_as_of(facts, *known[own], group))
+    return tuple(found)
+
+
+def _as_of(facts: ChainFacts, equal: LinkGroup, costs: LinkCosts, group: LinkGroup) -> LinkCosts:
+    """The costs of a group as those of another that is equal, by the names of its own steps."""
+    if group.first == equal.first:
+        return costs
+    both = zip(facts.steps(equal), facts.steps(group), strict=True)
+    names = {facts.name(there): facts.name(here) for there, here in both}
+    ways = (way if way.kept is None else replace(way, kept=tuple(names[n] for n in way.kept)) for way in costs.ways)
+    return replace(costs, first=group.first, last_link=group.last, ways=tuple(ways))
 
 
 def _beside(costs: LinkCosts, nbytes: int) -> LinkCosts:

@@ -19,11 +19,12 @@ A step of several micro-batches runs prologue and links for each; all else is on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
+from shardwright.pipeline.cost.groups import likeness
 from shardwright.pipeline.cost.memory import LinkMemory, link_memory
 from shardwright.pipeline.cost.op_prices import OpPrices
 from shardwright.pipeline.ir.buckets import BUCKET_BYTES
@@ -246,7 +247,7 @@ class Priced:
         )
         owned = self.parameters.values()
         return StepPrice(
-            links=tuple(map(self._link, range(len(program.links)))),
+            links=tuple(self._links()),
             outside=outside,
             gradient_sum=sum(one.gradient_sum for one in owned),
             optimizer=sum(one.optimizer for one in owned),
@@ -256,6 +257,15 @@ class Priced:
             micro_batches=program.micro_batches,
             ahead_bytes=max(map(self._ahead_bytes, program.links), default=0),
         )
+
+    def _links(self) -> Iterator[LinkPrice]:
+        """Equal ones are priced once."""
+        known: dict[Hashable, LinkPrice] = {}
+        for number in range(len(self.program.links)):
+            own = likeness(self.sharded, self.ops, number, number)
+            if own not in known:
+                known[own] = self._link(number)
+            yield known[own]
 
     def _link(self, number: int) -> LinkPrice:
         entry = self.graph.chain[number].input

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.recompute_plans import unsplit
+from shardwright.pipeline.cost import links
+from shardwright.pipeline.cost import step as steps
 from shardwright.pipeline.cost.chain_memory import growing
 from shardwright.pipeline.cost.groups import Join
 from shardwright.pipeline.cost.link_facts import LinkFacts
@@ -319,6 +321,49 @@ def test_a_rank_of_two_keeps_half():
         assert half.ways[0].saved == pytest.approx(whole.ways[0].saved / 2, rel=0.01)
         assert half.last.saved == pytest.approx(whole.last.saved / 2, rel=0.01)
         assert half.ways[0].forward < whole.ways[0].forward
+
+
+@functools.cache
+def deep(kind: str) -> tuple[OpGraph, Profile]:
+    """A model of four equal layers, of which the first two may be frozen."""
+    torch.manual_seed(0)
+    if kind == "t5":
+        sizes = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 4, "num_heads": 4, "vocab_size": WORDS}
+        model, batch = family("ForConditionalGeneration", "T5", tokens, decoder_start_token_id=0, **sizes)
+    else:
+        model, batch = gpt.build(**GPT | {"layers": 4}, tie=kind == "tied"), tokens()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(kind != "frozen" or not any(f".{n}." in name for n in range(2)))
+    graph = trace(model, batch)
+    profile, why = make_profile(graph, "cuda", "amp", torch.optim.AdamW, logging.getLogger())
+    assert not why
+    return as_run(graph, profile.types), profile
+
+
+@pytest.mark.parametrize(
+    ("kind", "split", "join"),
+    [
+        ("gpt", plans.data_parallel, Join.NEEDLESS),
+        ("gpt", plans.zero, Join.NONE),
+        ("gpt", plans.zero, Join.COMPILED),
+        ("gpt", "random", Join.NEEDLESS),
+        ("tied", plans.zero1, Join.NEEDLESS),
+        ("frozen", plans.zero, Join.NEEDLESS),
+        ("t5", plans.zero, Join.NEEDLESS),
+    ],
+)
+def test_equal_links_are_priced_once_and_as_each_by_itself(kind, split, join, monkeypatch):
+    graph, profile = deep(kind)
+    plan = plans.random_plan(graph, 2, 0) if split == "random" else split(graph, 2)
+    priced = Workload(graph, profile, preset(2), 2.0).priced(plan.sharding)
+    made = []
+    monkeypatch.setattr(links, "_costs", lambda *given, one=links._costs: made.append(given) or one(*given))
+    shared, step = link_costs(priced, growing(priced.sharded), join), priced.step
+    assert split == "random" or len(made) < len(shared)
+    for module in (links, steps):
+        monkeypatch.setattr(module, "likeness", lambda *_: object())
+    alone = priced.with_sharding(plan.sharding)
+    assert shared == link_costs(alone, growing(alone.sharded), join) and step == alone.step
 
 
 def test_a_second_run_has_what_it_kept_from_its_beginning():
