@@ -112,6 +112,13 @@ def _parsed(word: str, name: str, text: str) -> Any:
 
 def find_model(root: Path, asked: Asked, config: Config) -> Transformer:
     """A known one, one of conf/model, or sizes; sizes change those of a name."""
+    model = _model_asked(root, asked, config)
+    if "experts_per_token" in asked.sizes and not model.experts:
+        raise PriceError("'experts_per_token' is of a model with experts, and this has none", remedy="add experts=...")
+    return model
+
+
+def _model_asked(root: Path, asked: Asked, config: Config) -> Transformer:
     name = asked.names.get("model")
     if name is None and "hidden" in asked.sizes:
         missing = [size for size in ("hidden", "layers", "heads", "batch") if size not in asked.sizes]

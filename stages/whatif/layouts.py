@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -25,7 +26,7 @@ Found = tuple[ParallelLayout, Price] | LayoutError
 
 @dataclass(frozen=True)
 class ByLayouts:
-    """A method for each question."""
+    """A method for each question: what is known so far, after every try."""
 
     root: Path
     question: Question
@@ -66,21 +67,22 @@ class ByLayouts:
         except LayoutError as error:
             return error
 
-    def batch(self) -> Answer:
+    def batch(self) -> Iterator[Answer]:
         """The largest micro-batch, of those that divide the batch of a step."""
         most, step = self.question.most or self.model.batch, self.question.step or 1
         sizes = [size for size in divisors(self.model.batch) if size <= most and size % step == 0]
-        found = {size: self.best(wanted=replace(self.wanted, micro_batch=(size,))) for size in sizes}
-        rows = tuple({"micro_batch": size, **_row(best)} for size, best in found.items())
-        fits = [row["micro_batch"] for row in rows if row["step_ms"] is not None]
-        if not fits:
+        rows: list[Row] = []
+        for size in sizes:
+            rows.append({"micro_batch": size, **_row(self.best(wanted=replace(self.wanted, micro_batch=(size,))))})
+            if fits := [row["micro_batch"] for row in rows if row["step_ms"] is not None]:
+                larger = next((row["micro_batch"] for row in rows if row["micro_batch"] > max(fits)), None)
+                said = f"the largest micro-batch that fits is {max(fits)}" + (f"; {larger} does not" if larger else "")
+                yield Answer("batch", LAYOUTS, self.about(), said, tuple(rows), {"fits": max(fits), "fails": larger})
+        if not rows or all(row["step_ms"] is None for row in rows):
             why = rows[0]["layout"] if rows else "none was tried"
             raise WhatIfError(f"no micro-batch fits: {why}", remedy="add nodes")
-        larger = next((size for size in sizes if size > max(fits)), None)
-        said = f"the largest micro-batch that fits is {max(fits)}" + (f"; {larger} does not" if larger else "")
-        return Answer("batch", LAYOUTS, self.about(), said, rows, {"fits": max(fits), "fails": larger})
 
-    def sequence(self) -> Answer:
+    def sequence(self) -> Iterator[Answer]:
         tried: dict[int, Found] = {}
         unit = self.question.step or 1024
 
@@ -88,15 +90,17 @@ class ByLayouts:
             tried[size] = self.best(replace(self.model, sequence=size))
             return math.inf if isinstance(tried[size], LayoutError) else 0.5
 
-        *_, limit = largest(self.model.sequence, unit, self.question.most or 1 << 22, needs)
-        rows = tuple({"sequence": size, **_row(found)} for size, found in sorted(tried.items()))
+        for limit in largest(self.model.sequence, unit, self.question.most or 1 << 22, needs):
+            if limit.fits is not None:
+                rows = tuple({"sequence": size, **_row(found)} for size, found in sorted(tried.items()))
+                past = f"; {limit.fails} does not" if limit.fails else " of those tried (--most)"
+                said = f"the longest sequence that fits is {limit.fits}{past} (in steps of {unit})"
+                yield Answer("sequence", LAYOUTS, self.about(), said, rows, {**vars(limit), "step": unit})
         if limit.fits is None:
-            raise WhatIfError(f"not even a sequence of {unit} fits: {rows[0]['layout']}", remedy="add nodes")
-        past = f"; {limit.fails} does not" if limit.fails else " of those tried (--most)"
-        said = f"the longest sequence that fits is {limit.fits}{past} (in steps of {unit})"
-        return Answer("sequence", LAYOUTS, self.about(), said, rows, {**vars(limit), "step": unit})
+            why = _row(tried[min(tried)])["layout"]
+            raise WhatIfError(f"not even a sequence of {unit} fits: {why}", remedy="add nodes")
 
-    def devices(self) -> Answer:
+    def devices(self) -> Iterator[Answer]:
         """The fewest: first of one host, then whole hosts."""
         host, model = self.machine.host, self.model
         floor = ceil(2 * model.parameters / self.machine.memory_bytes)  # weights alone, in half precision
@@ -108,30 +112,37 @@ class ByLayouts:
             every = candidates(model, count, self.wanted)
             return any(prices.memory(layout) <= self.machine.memory_bytes for layout in every)
 
-        *_, limit = fewest(counts, fits) if counts else [FitLimit(None, None)]
-        sides = [count for count in (limit.fails, limit.fits) if count is not None]
-        rows = [{"devices": n, **_row(self.best(machine=self.machine.sized(n)))} for n in sides]
-        return Answer.of_devices(LAYOUTS, f"{self._about_model()}, devices of {self.cluster}", limit, most, rows)
+        def known(limit: FitLimit, sides: Sequence[int | None]) -> Answer:
+            tried = [count for count in sides if count is not None]
+            rows = [{"devices": n, **_row(self.best(machine=self.machine.sized(n)))} for n in tried]
+            return Answer.of_devices(LAYOUTS, f"{self._about_model()}, devices of {self.cluster}", limit, most, rows)
 
-    def budget(self) -> Answer:
+        limit = FitLimit(None, None)
+        for limit in fewest(counts, fits):
+            if limit.fits is None:
+                yield known(limit, ())
+        yield known(limit, (limit.fails, limit.fits))
+
+    def budget(self) -> Iterator[Answer]:
         """The stairs of the fastest layout over memory: of every layout that nothing smaller beats."""
         prices, devices = self.prices(), self.machine.devices
         every = [(prices.memory(layout), layout) for layout in candidates(self.model, devices, self.wanted)]
         if not every:
             what = f"no layout of {devices} devices divides the model"
             raise WhatIfError(what, remedy="change `nodes` or `batch`")
-        stairs: list[tuple[float, ParallelLayout, Price]] = []
+        rows: list[Row] = []
+        fastest = math.inf
         for needed, layout in sorted(every, key=lambda pair: pair[0]):
             priced = prices.price(layout)
-            if not stairs or priced.seconds < stairs[-1][2].seconds:
-                stairs.append((needed, layout, priced))
-        rows = tuple({"from_gb": needed / 1e9, **_row((layout, priced))} for needed, layout, priced in stairs)
-        above = f"the fastest layout changes at {len(rows) - 1} budgets above it"
-        said = f"{rows[0]['from_gb']:.4g} GB is the least that fits; {above}"
-        found = {"least_gb": rows[0]["from_gb"], "changes": [{"from_gb": row["from_gb"]} for row in rows[1:]]}
-        return Answer("budget", LAYOUTS, self.about(), said, rows, found)
+            if priced.seconds < fastest:
+                fastest = priced.seconds
+                rows.append({"from_gb": needed / 1e9, **_row((layout, priced))})
+                above = f"the fastest layout changes at {len(rows) - 1} budgets above it"
+                said = f"{rows[0]['from_gb']:.4g} GB is the least that fits; {above}"
+                found = {"least_gb": rows[0]["from_gb"], "changes": [{"from_gb": row["from_gb"]} for row in rows[1:]]}
+                yield Answer("budget", LAYOUTS, self.about(), said, tuple(rows), found)
 
-    def link(self) -> Answer:
+    def link(self) -> Iterator[Answer]:
         now = self.best()
         if isinstance(now, LayoutError):
             raise now
@@ -140,9 +151,9 @@ class ByLayouts:
             machine = self.machine.with_links(factor.bandwidth, factor.latency)
             same = self.prices(machine=machine).seconds(now[0]) * 1e3
             rows.append({"links": str(factor), "same_layout_ms": same, **_row(self.best(machine=machine))})
-        return Answer.of_links(LAYOUTS, self.about(), rows)
+            yield Answer.of_links(LAYOUTS, self.about(), rows)
 
-    def clusters(self) -> Answer:
+    def clusters(self) -> Iterator[Answer]:
         """Each with as many devices as the one that was asked for, or with `nodes` hosts."""
         rows: list[Row] = []
         names = self.question.clusters or that_may_have(self.machine.devices, described_gpus(self.root))
@@ -150,7 +161,7 @@ class ByLayouts:
             asked = replace(self.asked, names={**self.asked.names, "cluster": name})
             _, machine = find_machine(self.root, asked, self.config, self.works.stages, self.machine.devices)
             rows.append({"cluster": name, "devices": machine.devices, **_row(self.best(machine=machine))})
-        return Answer.of_clusters(LAYOUTS, self._about_model(), rows)
+            yield Answer.of_clusters(LAYOUTS, self._about_model(), rows)
 
 
 def _row(found: Found) -> Row:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
@@ -36,18 +36,13 @@ def run(
     shown = LastAnswer(as_json=arguments.json)
     with shown:
         if of_layouts(question.words):
-            shown.answer = getattr(ByLayouts.of(root, question, of_planner()), question.name)()
+            shown.follow(getattr(ByLayouts.of(root, question, of_planner()), question.name)(), patience)
             return 0
         config = try_settings(root, question.words)
         stages = get_log("plan", arguments.verbosity if arguments.verbosity == VERBOSE else QUIET)
         log.info("planning %s on %s", config.choices["model"], config.choices["cluster"])
         with planning(root, run_of, stages) as planner:
-            for answer in getattr(ByPlanner(root, question, planner, config, log), question.name)():
-                shown.answer = replace(answer, complete=False)
-                if patience.is_over():
-                    return 0
-            if shown.answer is not None:
-                shown.answer = replace(shown.answer, complete=True)
+            shown.follow(getattr(ByPlanner(root, question, planner, config, log), question.name)(), patience)
     return 0
 
 
@@ -76,6 +71,15 @@ class LastAnswer:
 
     def __enter__(self) -> None:
         pass
+
+    def follow(self, answers: Iterable[Answer], patience: Patience) -> None:
+        """The last of them, or the last for which there is time."""
+        for answer in answers:
+            self.answer = replace(answer, complete=False)
+            if patience.is_over():
+                return
+        if self.answer is not None:
+            self.answer = replace(self.answer, complete=True)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self.answer is not None and (kind is None or issubclass(kind, KeyboardInterrupt)):

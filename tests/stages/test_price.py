@@ -104,6 +104,7 @@ def test_every_word_of_a_layout_can_be_searched():
         ("dp=2 dp=4", "'dp' is given twice; combine values as dp=1,2"),
         ("zero=4", "zero is 0, 1, 2 or 3"),
         ("experts=2 experts_per_token=4", "experts_per_token=4 is more than experts=2"),
+        ("model=llama2_7b experts_per_token=2", "'experts_per_token' is of a model with experts, and this has none"),
         ("cp=2", "'cp=2' is not possible: the planner does not split a sequence inside attention; leave cp out"),
         ("ep=4", "'ep=4' is not possible: the planner does not split experts over devices of their own"),
         ("overlap=all", "overlap is none, runtime, megatron"),

@@ -312,6 +312,13 @@ def test_with_no_time_the_first_answer_is_told_and_says_so(project, monkeypatch,
     assert not found["complete"] and [row["cluster"] for row in found["rows"]] == ["tiny"]
 
 
+def test_layouts_stop_after_the_first_answer_too(project, monkeypatch, capsys):
+    monkeypatch.chdir(project)
+    assert main(["whatif", "clusters", "dgx_a100,dgx_h100", *ONE_HOST, "--seconds", "0", "--json", "-q"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert not found["complete"] and [row["cluster"] for row in found["rows"]] == ["dgx_a100"]
+
+
 def test_ctrl_c_tells_what_is_known(project, monkeypatch, capsys):
     monkeypatch.chdir(project)
     planned, seen = ByPlanner.plan, []
