@@ -236,10 +236,10 @@ def planner_stages() -> PlannerStages:
 )
 def price(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     from shardwright.pipeline.config import load_config
-    from shardwright.pipeline.layouts.words import find_model, in_words, read_words
+    from shardwright.pipeline.layouts.words import find_model, read_words
 
     model = find_model(root, read_words(arguments.words), load_config(root))  # a mistake in a word is told at once
-    log.info("%s, batch %d: traced two layers deep", in_words(model), model.batch)
+    log.info("%s, batch %d: being traced", model, model.batch)
     from shardwright.stages.price import run as priced
 
     return priced(root, arguments, planner_stages(), log)

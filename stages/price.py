@@ -15,12 +15,12 @@ from pathlib import Path
 from shardwright.pipeline.base.log import Log, say
 from shardwright.pipeline.config import load_config
 from shardwright.pipeline.cost.pipelines.schedules import Pipeline
+from shardwright.pipeline.layouts.own import with_works
 from shardwright.pipeline.layouts.planner_stages import PlannerStages
 from shardwright.pipeline.layouts.search import Wanted, search
-from shardwright.pipeline.layouts.sizes import LayoutError, ParallelLayout, Transformer, why_not
+from shardwright.pipeline.layouts.sizes import LayoutError, LayoutModel, ParallelLayout, why_not
 from shardwright.pipeline.layouts.step import LayoutPrices, Price
-from shardwright.pipeline.layouts.traced import Works
-from shardwright.pipeline.layouts.words import Asked, find_machine, find_model, in_words, read_words
+from shardwright.pipeline.layouts.words import Asked, find_machine, find_model, read_words
 
 Row = tuple[ParallelLayout, Price | str]
 
@@ -45,22 +45,22 @@ class PriceAnswer:
 def answer(root: Path, words: Sequence[str], stages: PlannerStages) -> PriceAnswer:
     asked = read_words(words)
     config = load_config(root)
-    model = find_model(root, asked, config)
+    model, works = with_works(find_model(root, asked, config), config, stages)
     if asked.free:
         cluster, machine = find_machine(root, asked, config, stages, None)
-        prices = LayoutPrices(model, Works(model, config, stages), machine)
+        prices = LayoutPrices(model, works, machine)
         rows: list[Row] = list(search(prices, Wanted(**asked.layout)))
     else:
         wanted = list(layouts(model, asked))
         cluster, machine = find_machine(root, asked, config, stages, max(layout.devices for layout in wanted))
-        prices = LayoutPrices(model, Works(model, config, stages), machine)
+        prices = LayoutPrices(model, works, machine)
         rows = [_priced(prices, layout, alone=len(wanted) == 1) for layout in wanted]
     each = f"{machine.memory_bytes / 1e9:g} GB"
-    about = f"{in_words(model)}, batch {model.batch}, {machine.devices} devices of {cluster}"
+    about = f"{model}, batch {model.batch}, {machine.devices} devices of {cluster}"
     return PriceAnswer(about, each, tuple(rows))
 
 
-def layouts(model: Transformer, asked: Asked) -> Iterator[ParallelLayout]:
+def layouts(model: LayoutModel, asked: Asked) -> Iterator[ParallelLayout]:
     """Every combination, in the order of the words' values."""
     given = {"dp": (1,), "tp": (1,), "pp": (1,), "micro_batch": (1,), **asked.layout}
     for values in product(*given.values()):

@@ -14,7 +14,14 @@ from itertools import product
 
 from shardwright.pipeline.config.schema import OverlapMode
 from shardwright.pipeline.cost.pipelines.schedules import Pipeline
-from shardwright.pipeline.layouts.sizes import AttentionKernel, LayoutError, ParallelLayout, Transformer, why_not
+from shardwright.pipeline.layouts.sizes import (
+    AttentionKernel,
+    LayoutError,
+    LayoutModel,
+    ParallelLayout,
+    divisors,
+    why_not,
+)
 from shardwright.pipeline.layouts.step import LayoutPrices, Price
 from shardwright.pipeline.layouts.work import RecomputeMode
 
@@ -80,8 +87,8 @@ def described(layout: ParallelLayout) -> str:
     return f"dp={layout.dp} tp={layout.tp} pp={layout.pp} micro_batch={layout.micro_batch} zero={layout.zero}"
 
 
-def candidates(model: Transformer, devices: int, wanted: Wanted) -> Iterator[ParallelLayout]:
-    for tp in wanted.tp or divisors(model.heads):
+def candidates(model: LayoutModel, devices: int, wanted: Wanted) -> Iterator[ParallelLayout]:
+    for tp in wanted.tp or model.slices:
         for pp in wanted.pp or divisors(model.layers):
             dp, left = divmod(devices, tp * pp)
             batch = model.batch
@@ -94,7 +101,7 @@ def candidates(model: Transformer, devices: int, wanted: Wanted) -> Iterator[Par
                         yield layout
 
 
-def _ways(model: Transformer, plain: ParallelLayout, wanted: Wanted) -> Iterator[ParallelLayout]:
+def _ways(model: LayoutModel, plain: ParallelLayout, wanted: Wanted) -> Iterator[ParallelLayout]:
     """Schedules, recompute, ZeRO and sequence parallelism of one division of the devices."""
     sequence_parallel = wanted.sequence_parallel or (plain.tp > 1 and model.sequence % plain.tp == 0,)
     zeros = wanted.zero or ((1, 2, 3) if plain.dp > 1 else (0,))
@@ -105,7 +112,7 @@ def _ways(model: Transformer, plain: ParallelLayout, wanted: Wanted) -> Iterator
             yield replace(scheduled, recompute=recompute, sequence_parallel=parallel, zero=zero)
 
 
-def _schedules(model: Transformer, plain: ParallelLayout, wanted: Wanted) -> Iterator[tuple[Pipeline, int]]:
+def _schedules(model: LayoutModel, plain: ParallelLayout, wanted: Wanted) -> Iterator[tuple[Pipeline, int]]:
     both = (Pipeline.ONE_F_ONE_B, Pipeline.INTERLEAVED)
     for schedule in wanted.schedule or (both[1:] if wanted.chunks else both):
         if schedule is not Pipeline.INTERLEAVED:
@@ -113,7 +120,3 @@ def _schedules(model: Transformer, plain: ParallelLayout, wanted: Wanted) -> Ite
         elif plain.pp > 1:
             free = [n for n in divisors(max(1, model.layers // plain.pp)) if n > 1]
             yield from ((schedule, chunks) for chunks in wanted.chunks or free)
-
-
-def divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]

@@ -11,13 +11,47 @@ rank = ((stage * dp) + replica) * tp + slice: the slices of a product lie neares
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Protocol
 
 from shardwright.pipeline.base.errors import ShardwrightError
 from shardwright.pipeline.config.schema import OverlapMode
 from shardwright.pipeline.cost.pipelines.schedules import Pipeline
-from shardwright.pipeline.layouts.work import RecomputeMode
+from shardwright.pipeline.layouts.work import Parts, RecomputeMode
+
+
+class LayoutModel(Protocol):
+    """What is to be known of a model to divide it among devices."""
+
+    @property
+    def batch(self) -> int:
+        """Samples of a step; 0: not known."""
+
+    @property
+    def layers(self) -> int:
+        """Equal ones, which stages of a pipeline share."""
+
+    @property
+    def sequence(self) -> int:
+        """Tokens of a sample."""
+
+    @property
+    def tied(self) -> bool:
+        """Whether its last layer reads a parameter that its first one reads."""
+
+    @property
+    def parameters(self) -> int: ...
+
+    @property
+    def slices(self) -> list[int]: ...
+
+    def misfit(self, layout: ParallelLayout) -> str | None:
+        """Which of its sizes a layout does not divide."""
+
+    def flops(self, layout: ParallelLayout, parts_of: PartsOf) -> tuple[float, float]:
+        """Of a sample, nothing computed twice; and with what is computed again."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +117,40 @@ class Transformer:
         products = self.layers * self.passed_parameters + self.end_parameters
         return self.sequence * (6.0 * products + 12.0 * self.layers * self.sequence * self.heads * self.head)
 
+    @property
+    def slices(self) -> list[int]:
+        """Into how many parts its layers may be cut."""
+        return divisors(self.heads)
+
+    def misfit(self, layout: ParallelLayout) -> str | None:
+        tp = layout.tp
+        rules = (
+            (
+                self.experts and not self.experts_per_token <= self.experts,
+                f"experts_per_token={self.experts_per_token} is more than experts={self.experts}",
+            ),
+            (self.hidden % self.heads, f"hidden={self.hidden} is not a multiple of heads={self.heads}"),
+            (self.heads % tp, f"tp={tp} does not divide heads={self.heads}"),
+            (self.keys % tp, f"tp={tp} does not divide kv_heads={self.keys}"),
+            (self.feed % tp, f"tp={tp} does not divide the {self.feed} columns of the feed-forward"),
+        )
+        return next((what for wrong, what in rules if wrong), None)
+
+    def flops(self, layout: ParallelLayout, parts_of: PartsOf) -> tuple[float, float]:
+        """As it is published: with full recompute the forward pass of all layers a second time."""
+        layers = self.sequence * self.layers * 2.0 * (self.passed_parameters + 2 * self.sequence * self.hidden)
+        return self.sample_flops, self.sample_flops + layers * (layout.recompute is RecomputeMode.full)
+
+    def __str__(self) -> str:
+        return parameters_in_words(self.parameters)
+
+
+def parameters_in_words(count: int) -> str:
+    for size, name in ((1e8, "billion"), (1e5, "million")):
+        if count >= size:
+            return f"{count / (10 * size):.1f} {name} parameters"
+    return f"{count:,} parameters"
+
 
 def gpt(hidden: int, layers: int, heads: int, batch: int) -> Transformer:
     return Transformer(hidden, layers, heads, 2048, 51200, batch=batch)
@@ -124,6 +192,9 @@ class AttentionKernel(StrEnum):
     plain = "plain"  # products and softmax one after another
 
 
+PartsOf = Callable[[AttentionKernel, int, bool, int], Parts]  # tp, whether the sequence is split, samples
+
+
 @dataclass(frozen=True)
 class ParallelLayout:
     dp: int
@@ -153,7 +224,7 @@ class ParallelLayout:
         return self.tp if self.sequence_parallel else 1
 
 
-def why_not(model: Transformer, layout: ParallelLayout) -> str | None:
+def why_not(model: LayoutModel, layout: ParallelLayout) -> str | None:
     """What does not divide; None where all does."""
     dp, tp, pp, chunks, micro, batch = (
         layout.dp, layout.tp, layout.pp, layout.chunks, layout.micro_batch, layout.batch,
@@ -163,14 +234,7 @@ def why_not(model: Transformer, layout: ParallelLayout) -> str | None:
     multiple = f"interleaved needs micro-batches ({layout.micro_batches}) that are a multiple of pp={pp}"
     rules = (
         ((chunks > 1) != interleaved, several),
-        (
-            model.experts and not model.experts_per_token <= model.experts,
-            f"experts_per_token={model.experts_per_token} is more than experts={model.experts}",
-        ),
-        (model.hidden % model.heads, f"hidden={model.hidden} is not a multiple of heads={model.heads}"),
-        (model.heads % tp, f"tp={tp} does not divide heads={model.heads}"),
-        (model.keys % tp, f"tp={tp} does not divide kv_heads={model.keys}"),
-        (model.feed % tp, f"tp={tp} does not divide the {model.feed} columns of the feed-forward"),
+        (model.misfit(layout), model.misfit(layout)),
         (model.layers < pp, f"pp={pp} is more than layers={model.layers}"),
         (batch % (dp * micro), f"dp={dp} times micro_batch={micro} does not divide batch={batch}"),
         (layout.sequence_parallel and model.sequence % tp, f"tp={tp} does not divide the sequence"),
@@ -184,7 +248,11 @@ def why_not(model: Transformer, layout: ParallelLayout) -> str | None:
     return next((what for wrong, what in rules if wrong), None)
 
 
-def stage_layers(model: Transformer, layout: ParallelLayout) -> tuple[int, ...]:
+def divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def stage_layers(model: LayoutModel, layout: ParallelLayout) -> tuple[int, ...]:
     """Layers of each stage; where they do not divide, the stages in the middle have one more."""
     least, more = divmod(model.layers, layout.pp)
     first = (layout.pp - more + 1) // 2

@@ -20,9 +20,9 @@ from shardwright.pipeline.cost.step import update_seconds
 from shardwright.pipeline.ir.cluster import Axis, Overlap
 from shardwright.pipeline.ir.profile import Kernel
 from shardwright.pipeline.layouts.machine import Machine
-from shardwright.pipeline.layouts.sizes import LayoutError, ParallelLayout, Transformer, stage_layers, why_not
-from shardwright.pipeline.layouts.traced import COPIES, Parts, Works
-from shardwright.pipeline.layouts.work import PartWork, Pass, RecomputeMode
+from shardwright.pipeline.layouts.sizes import LayoutError, LayoutModel, ParallelLayout, stage_layers, why_not
+from shardwright.pipeline.layouts.traced import COPIES, Works
+from shardwright.pipeline.layouts.work import Parts, PartWork, Pass, RecomputeMode
 from shardwright.pipeline.rates.kernels import PRODUCTS, Card, kernel_seconds
 
 OPTIMIZER = "_fused_adamw_"
@@ -104,7 +104,7 @@ class Price:
 class LayoutPrices:
     """Of the layouts of one model on one machine; parts of equal layouts are priced once."""
 
-    model: Transformer
+    model: LayoutModel
     works: Works  # of a layer of it
     machine: Machine
     _passes: dict[int, PassSeconds] = field(default_factory=dict)
@@ -122,6 +122,7 @@ class LayoutPrices:
         update, optimizer = self._end_of_step(layout, stages)
         whole = seconds + update + optimizer
         samples, memory = layout.batch / whole, self.memory(layout)
+        once, flops = self.model.flops(layout, self.works.parts)
         worst = stages[busiest]
         busy = layout.micro_batches * worst.each
         return Price(
@@ -131,8 +132,8 @@ class LayoutPrices:
             memory_bytes=memory,
             samples_per_s=samples,
             tokens_per_s=samples * self.model.sequence,
-            flops=hardware_flops(self.model, layout) * samples / layout.devices,
-            mfu=self.model.sample_flops * samples / layout.devices / self.machine.rate,
+            flops=flops * samples / layout.devices,
+            mfu=once * samples / layout.devices / self.machine.rate,
             fits=memory <= self.machine.memory_bytes,
         )
 
@@ -325,9 +326,3 @@ def pipeline_seconds(stages: Sequence[StageSeconds], layout: ParallelLayout) -> 
     parts, chunks = layout.micro_batches * layout.chunks, layout.chunks
     once = sum(stage.total / chunks + stage.handed for stage in stages)
     return once + (parts - 1) * stages[busiest].each / chunks, busiest
-
-
-def hardware_flops(model: Transformer, layout: ParallelLayout) -> float:
-    """Of a sequence, as it is published: with full recompute the forward pass of all layers a second time."""
-    layers = model.sequence * model.layers * 2.0 * (model.passed_parameters + 2 * model.sequence * model.hidden)
-    return model.sample_flops + (layers if layout.recompute is RecomputeMode.full else 0.0)

@@ -1,14 +1,15 @@
-"""A transformer traced two layers deep, on tensors without memory, and what a rank does for each part of it.
+"""A model traced on tensors without memory, a transformer two layers deep, and what a rank does for each part of it.
 
-Layers are equal: the second of them stands for all. It is traced with two numbers of samples, laid out on one axis of
-`tp` ranks as the planner would with `only: tensor` (or `sequence`), and read off (pipeline.layouts.work).
+Layers are equal: the second of them stands for all. The model is traced with two numbers of samples, laid out on one
+axis of `tp` ranks as the planner would with `only: tensor` (or `sequence`), and read off (pipeline.layouts.work).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, Protocol
 
 from shardwright.pipeline.config import Config, Device, DType, ModelSettings, Precision, TensorSpec
 from shardwright.pipeline.cost.step import Workload
@@ -19,7 +20,8 @@ from shardwright.pipeline.ir.plan import Sharding
 from shardwright.pipeline.ir.profile import Profile, as_run
 from shardwright.pipeline.layouts.planner_stages import PlannerStages
 from shardwright.pipeline.layouts.sizes import AttentionKernel, Transformer
-from shardwright.pipeline.layouts.work import Grown, PartWork, part_work
+from shardwright.pipeline.layouts.work import Grown, Parts, PartWork, part_work
+from shardwright.pipeline.tracing.shortened import EqualBlocks
 from shardwright.pipeline.tracing.trace import trace
 
 LEAST_SAMPLES = 3  # one sample alone has dims of 1, in which tensors lie otherwise
@@ -31,11 +33,23 @@ SOME_LINK = LinkCost(1e-5, 1e11)
 SOME_CARD = Compute(Curve((1.0,), (1e14,)), 1e12, 1e-5, 1e-5)
 
 
-@dataclass(frozen=True)
-class Parts:
-    before: PartWork
-    layer: PartWork
-    after: PartWork
+class Source(Protocol):
+    """A model as it is traced: with few samples, and with twice as many."""
+
+    @property
+    def samples(self) -> int:
+        """So few."""
+
+    def graph(self, attention: AttentionKernel, samples: int) -> OpGraph: ...
+
+    def counts(self, size: int) -> bool:
+        """Whether a dim of this size is of samples, where there are as few as that."""
+
+    def divides(self, tp: int) -> Hashable:
+        """Of tp that are alike in this the layouts are the same."""
+
+    def blocks(self, graph: OpGraph, profile: Profile) -> EqualBlocks:
+        """The layers."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +65,7 @@ class _Slice:
 class Works:
     """Of one model, however many layers it has; everything is made once."""
 
-    model: Transformer
-    config: Config
+    source: Source
     stages: PlannerStages
     _traced: dict[tuple[AttentionKernel, int], tuple[OpGraph, Profile]] = field(default_factory=dict)
     _layouts: dict[tuple[Any, ...], Sharding] = field(default_factory=dict)
@@ -63,31 +76,29 @@ class Works:
         own = _Slice(attention, tp, split_sequence and tp > 1)
         if (own, samples) not in self._parts:
             if own not in self._grown:
-                least = samples_of(self.model)
-                pairs = zip(*(self._of(own, least, times) for times in (1, 2)), strict=True)
+                least = self.source.samples
+                pairs = zip(*(self._of(own, times) for times in (1, 2)), strict=True)
                 self._grown[own] = tuple(Grown(least, one, two) for one, two in pairs)
             self._parts[own, samples] = Parts(*(grown.of(samples) for grown in self._grown[own]))
         return self._parts[own, samples]
 
-    def _of(self, own: _Slice, least: int, times: int) -> tuple[PartWork, PartWork, PartWork]:
-        graph, profile = self._trace(own.attention, times * least)
+    def _of(self, own: _Slice, times: int) -> tuple[PartWork, PartWork, PartWork]:
+        graph, profile = self._trace(own.attention, times * self.source.samples)
         workload = Workload(graph, profile, _on_axis(own.tp), COPIES)
         sharding = self._layout(own, workload)
-        priced = workload.priced(sharding if times == 1 else with_samples(sharding, self.model, least, times))
-        first, last = repeated(profile)
-        end = len(graph.chain) - 1
+        priced = workload.priced(sharding if times == 1 else with_samples(sharding, self.source, times))
+        run = self.source.blocks(graph, profile)
+        start, end = run.first, run.first + run.length * run.count
+        second = start + run.length if run.count > 1 else start
         return (
-            part_work(priced, 0, first - 1),
-            part_work(priced, first + (last + 1 - first) // DEPTH, last),
-            part_work(priced, last + 1, end),
+            part_work(priced, 0, start - 1),
+            part_work(priced, second, second + run.length - 1),
+            part_work(priced, end, len(graph.chain) - 1),
         )
 
     def _layout(self, own: _Slice, workload: Workload) -> Sharding:
-        """Of the fewer samples; of sizes that divide alike the layouts are the same."""
-        model, tp = self.model, own.tp
-        sizes = (model.heads, model.keys, model.feed, model.vocabulary, model.sequence, model.hidden, model.experts)
-        divides = tuple(size % tp == 0 for size in sizes) if tp > 1 else ()
-        key = own.attention, own.split_sequence, divides
+        """Of the fewer samples."""
+        key = own.attention, own.split_sequence, self.source.divides(own.tp)
         if key not in self._layouts:
             self._layouts[key] = self.stages.tensor_parallel(workload, own.split_sequence)
         return self._layouts[key]
@@ -95,15 +106,41 @@ class Works:
     def _trace(self, attention: AttentionKernel, samples: int) -> tuple[OpGraph, Profile]:
         key = attention, samples
         if key not in self._traced:
-            config = replace(
-                self.config,
-                model=module_settings(self.model, attention),
-                cluster=replace(self.config.cluster, device=Device.cuda),
-            )
-            graph = trace(config, samples)
+            graph = self.source.graph(attention, samples)
             profile = self.stages.profile(graph)
             self._traced[key] = as_run(graph, profile.types), profile
         return self._traced[key]
+
+
+@dataclass(frozen=True)
+class TransformerSource:
+    """Two layers of it."""
+
+    model: Transformer
+    config: Config
+
+    @cached_property
+    def samples(self) -> int:
+        return samples_of(self.model)
+
+    def graph(self, attention: AttentionKernel, samples: int) -> OpGraph:
+        return trace(on_gpu(self.config, module_settings(self.model, attention)), samples)
+
+    def counts(self, size: int) -> bool:
+        return size in counted(self.model, self.samples)
+
+    def divides(self, tp: int) -> Hashable:
+        model = self.model
+        sizes = (model.heads, model.keys, model.feed, model.vocabulary, model.sequence, model.hidden, model.experts)
+        return tuple(size % tp == 0 for size in sizes) if tp > 1 else ()
+
+    def blocks(self, graph: OpGraph, profile: Profile) -> EqualBlocks:
+        first, last = repeated(profile)
+        return EqualBlocks(first, (last + 1 - first) // DEPTH, DEPTH)
+
+
+def on_gpu(config: Config, model: ModelSettings) -> Config:
+    return replace(config, model=model, cluster=replace(config.cluster, device=Device.cuda))
 
 
 def samples_of(model: Transformer) -> int:
@@ -122,12 +159,11 @@ def counted(model: Transformer, samples: int) -> set[int]:
     return {samples * size for size in (1, model.sequence, model.heads, model.keys, rows)}
 
 
-def with_samples(sharding: Sharding, model: Transformer, samples: int, times: int) -> Sharding:
+def with_samples(sharding: Sharding, source: Source, times: int) -> Sharding:
     """The layouts for so many times the samples: a dim that is split inside its samples has more of them outside."""
-    known = counted(model, samples)
 
     def state(own: State) -> State:
-        return replace(own, outer=times * own.outer) if own.outer in known else own
+        return replace(own, outer=times * own.outer) if source.counts(own.outer) else own
 
     def layouts(every: Iterable[Layout]) -> tuple[Layout, ...]:
         return tuple(Layout(tuple(map(state, own.states))) for own in every)

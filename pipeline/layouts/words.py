@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -110,40 +111,58 @@ def _parsed(word: str, name: str, text: str) -> Any:
         raise PriceError(f"'{word}' is not possible", remedy=f"{name} is {WORDS[name].allowed}") from None
 
 
-def find_model(root: Path, asked: Asked, config: Config) -> Transformer:
+@dataclass(frozen=True)
+class ConfModel:
+    """A file of conf/model that does not build our GPT: priced as it is."""
+
+    name: str
+    settings: ModelSettings
+    batch: int
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def find_model(root: Path, asked: Asked, config: Config) -> Transformer | ConfModel:
     """A known one, one of conf/model, or sizes; sizes change those of a name."""
-    model = _model_asked(root, asked, config)
-    if "experts_per_token" in asked.sizes and not model.experts:
+    name, sizes = asked.names.get("model"), asked.sizes
+    if name is None and "hidden" in sizes:
+        missing = [size for size in ("hidden", "layers", "heads", "batch") if size not in sizes]
+        if missing:
+            raise PriceError(f"a model without a name needs '{missing[0]}'", remedy=f"add {missing[0]}=...")
+        model = Transformer(**{"sequence": 2048, "vocabulary": 51200, **sizes})
+    else:
+        named = KNOWN.get(name) if name else None
+        found = named or _from_conf(root, name or config.choices["model"])
+        if isinstance(found, ConfModel):
+            return _as_asked(found, asked)
+        model = replace(found, **sizes)
+    if not model.batch:
+        raise PriceError(f"the batch of '{name}' is not known", remedy="add batch=...")
+    if "experts_per_token" in sizes and not model.experts:
         raise PriceError("'experts_per_token' is of a model with experts, and this has none", remedy="add experts=...")
     return model
 
 
-def _model_asked(root: Path, asked: Asked, config: Config) -> Transformer:
-    name = asked.names.get("model")
-    if name is None and "hidden" in asked.sizes:
-        missing = [size for size in ("hidden", "layers", "heads", "batch") if size not in asked.sizes]
-        if missing:
-            raise PriceError(f"a model without a name needs '{missing[0]}'", remedy=f"add {missing[0]}=...")
-        return Transformer(**{"sequence": 2048, "vocabulary": 51200, **asked.sizes})
-    known = KNOWN.get(name) if name else None
-    model = replace(known or _from_conf(root, name, config), **asked.sizes)
-    if not model.batch:
-        raise PriceError(f"the batch of '{name}' is not known", remedy="add batch=...")
-    return model
-
-
-def _from_conf(root: Path, name: str | None, config: Config) -> Transformer:
-    """A file of conf/model that builds our GPT; where none is named the one that conf/config.yaml chooses."""
-    names, chosen = listing(root, "model"), name or config.choices["model"]
-    if chosen not in names:
-        raise PriceError(f"there is no model '{chosen}'", remedy=f"choose one of: {', '.join([*KNOWN, *names])}")
-    model: ModelSettings = load_part(root, "model", chosen)
+def _from_conf(root: Path, name: str) -> Transformer | ConfModel:
+    """Our GPT by its sizes, so that words can change them."""
+    names = listing(root, "model")
+    if name not in names:
+        raise PriceError(f"there is no model '{name}'", remedy=f"choose one of: {', '.join([*KNOWN, *names])}")
+    model: ModelSettings = load_part(root, "model", name)
     if model.module.get("_target_") != GPT:
-        what = f"the sizes of model '{chosen}' are not known"
-        raise PriceError(what, remedy=f"choose one of: {', '.join(KNOWN)}, or give hidden, layers, heads and batch")
+        return ConfModel(name, model, gcd(*(spec.shape[0] for spec in model.batch.values())))
     sizes = {"hidden": "width", "layers": "layers", "heads": "heads", "sequence": "context", "vocabulary": "vocab_size"}
     batch = next(iter(model.batch.values())).shape[0]
     return Transformer(**{own: model.module[theirs] for own, theirs in sizes.items()}, dropout=False, batch=batch)
+
+
+def _as_asked(model: ConfModel, asked: Asked) -> ConfModel:
+    for word in (*(size for size in asked.sizes if size != "batch"), *asked.layout.keys() & {"attention"}):
+        what = f"'{word}' is of a transformer by its sizes, and '{model.name}' is priced as it is"
+        remedy = f"change conf/model/{model.name}.yaml, or give hidden, layers, heads and batch"
+        raise PriceError(what, remedy=remedy)
+    return replace(model, batch=asked.sizes.get("batch", model.batch))
 
 
 def find_machine(
@@ -167,8 +186,3 @@ def find_machine(
         what = f"cluster '{name}' cannot have nodes={nodes}: {error.what}"
         raise PriceError(what, remedy="choose another") from error
     return name, machine_of(cluster, stages, f"conf/cluster/{name}.yaml")
-
-
-def in_words(model: Transformer) -> str:
-    size = model.parameters
-    return f"{size / 1e9:.1f} billion parameters" if size >= 1e8 else f"{size / 1e6:.1f} million parameters"

@@ -76,8 +76,20 @@ class PartWork:
     output: float  # bytes that it gives to the next part
 
 
+@dataclass(frozen=True)
+class Parts:
+    """Of a model."""
+
+    before: PartWork
+    layer: PartWork
+    after: PartWork
+
+
 def part_work(priced: Priced, first: int, last: int) -> PartWork:
-    """Of the links first..last of the chain, on a mesh of one axis."""
+    """Of the links first..last of the chain, on a mesh of one axis; there may be none."""
+    if first > last:
+        nothing = dict.fromkeys(RecomputeMode, HeldBytes(0.0, 0.0))
+        return PartWork(Pass(), Pass(), dict.fromkeys(RecomputeMode, Pass()), nothing, (), 0.0)
     facts = ChainFacts(priced, growing(priced.sharded))
     groups = [g for g in groups_of(priced.graph, priced.profile, Join.NONE) if first <= g.first <= last]
     links = [facts.link(group) for group in groups]

@@ -10,12 +10,13 @@ from pathlib import Path
 
 from shardwright.pipeline.config import Config, load_config
 from shardwright.pipeline.layouts.machine import Machine
+from shardwright.pipeline.layouts.own import OwnModel, with_works
 from shardwright.pipeline.layouts.planner_stages import PlannerStages
-from shardwright.pipeline.layouts.search import Wanted, candidates, described, divisors, search
-from shardwright.pipeline.layouts.sizes import LayoutError, ParallelLayout, Transformer
+from shardwright.pipeline.layouts.search import Wanted, candidates, described, search
+from shardwright.pipeline.layouts.sizes import LayoutError, ParallelLayout, Transformer, divisors
 from shardwright.pipeline.layouts.step import LayoutPrices, Price
 from shardwright.pipeline.layouts.traced import Works
-from shardwright.pipeline.layouts.words import Asked, find_machine, find_model, in_words, read_words
+from shardwright.pipeline.layouts.words import Asked, find_machine, find_model, read_words
 from shardwright.stages.whatif.answer import LAYOUTS, Answer, Question, Row, WhatIfError
 from shardwright.stages.whatif.presets import described_gpus, that_may_have
 from shardwright.stages.whatif.search import FitLimit, fewest, largest
@@ -32,7 +33,7 @@ class ByLayouts:
     question: Question
     config: Config
     asked: Asked
-    model: Transformer
+    model: Transformer | OwnModel
     cluster: str
     machine: Machine
     works: Works  # of the model
@@ -40,24 +41,24 @@ class ByLayouts:
     @classmethod
     def of(cls, root: Path, question: Question, stages: PlannerStages) -> ByLayouts:
         asked, config = read_words(question.words), load_config(root)
-        model = find_model(root, asked, config)
+        model, works = with_works(find_model(root, asked, config), config, stages)
         cluster, machine = find_machine(root, asked, config, stages, None)
-        return cls(root, question, config, asked, model, cluster, machine, Works(model, config, stages))
+        return cls(root, question, config, asked, model, cluster, machine, works)
 
     @property
     def wanted(self) -> Wanted:
         return Wanted(**self.asked.layout)
 
     def prices(self, model: Transformer | None = None, machine: Machine | None = None) -> LayoutPrices:
-        works = Works(model, self.config, self.works.stages) if model else self.works
-        return LayoutPrices(model or self.model, works, machine or self.machine)
+        own = with_works(model, self.config, self.works.stages) if model else (self.model, self.works)
+        return LayoutPrices(*own, machine or self.machine)
 
     def about(self) -> str:
         memory = f"{self.machine.memory_bytes / 1e9:.0f} GB"
         return f"{self._about_model()}, {self.machine.devices} devices of {self.cluster}, {memory}"
 
     def _about_model(self) -> str:
-        return f"{in_words(self.model)}, batch {self.model.batch}"
+        return f"{self.model}, batch {self.model.batch}"
 
     def best(
         self, model: Transformer | None = None, machine: Machine | None = None, wanted: Wanted | None = None
@@ -84,13 +85,16 @@ class ByLayouts:
 
     def sequence(self) -> Iterator[Answer]:
         tried: dict[int, Found] = {}
-        unit = self.question.step or 1024
+        unit, model = self.question.step or 1024, self.model
+        if not isinstance(model, Transformer):
+            remedy = "ask the planner, without words of layouts"
+            raise WhatIfError(f"layouts of {model.name} are priced for its own sequence", remedy=remedy)
 
         def needs(size: int) -> float:
-            tried[size] = self.best(replace(self.model, sequence=size))
+            tried[size] = self.best(replace(model, sequence=size))
             return math.inf if isinstance(tried[size], LayoutError) else 0.5
 
-        for limit in largest(self.model.sequence, unit, self.question.most or 1 << 22, needs):
+        for limit in largest(model.sequence, unit, self.question.most or 1 << 22, needs):
             if limit.fits is not None:
                 rows = tuple({"sequence": size, **_row(found)} for size, found in sorted(tried.items()))
                 past = f"; {limit.fails} does not" if limit.fails else " of those tried (--most)"

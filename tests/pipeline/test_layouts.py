@@ -19,6 +19,7 @@ from shardwright.pipeline.ir.cluster import Overlap
 from shardwright.pipeline.layouts.calibrate import FITTED, MeasuredStep, calibrated, predicted, with_shares
 from shardwright.pipeline.layouts.machine import machine_of
 from shardwright.pipeline.layouts.measured import AllWorks
+from shardwright.pipeline.layouts.own import with_works
 from shardwright.pipeline.layouts.search import Wanted, candidates, search
 from shardwright.pipeline.layouts.sizes import (
     KNOWN,
@@ -39,7 +40,10 @@ from shardwright.pipeline.layouts.step import (
     state_bytes,
     visible,
 )
+from shardwright.pipeline.layouts.traced import module_settings
+from shardwright.pipeline.layouts.words import ConfModel
 from shardwright.pipeline.layouts.work import RecomputeMode
+from shardwright.pipeline.models.conv import ConvNet
 from shardwright.stages.commands import planner_stages
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -478,3 +482,42 @@ def test_calibration_recovers_the_shares_that_made_the_steps():
     for name in ("products", "memory", "kernel_us"):
         assert getattr(reached, name) == pytest.approx(getattr(wanted, name), rel=0.15), name
     assert reached.network == one.settings.preset.reached.network and set(FITTED) < set(vars(reached))
+
+
+# ---- models of conf/model, as they are
+
+
+@pytest.mark.parametrize("sizes", [GATED, SMALL], ids=["gated", "plain"])
+def test_a_model_of_conf_costs_what_its_sizes_cost(sizes):
+    """The same module, six layers deep, without a word about what it is."""
+    sizes = replace(sizes, layers=6, vocabulary=4096)
+    settings = module_settings(sizes, AttentionKernel.flash)
+    settings = replace(settings, module={**settings.module, "layers": sizes.layers})
+    own, works = with_works(ConfModel("own", settings, sizes.batch), load_config(ROOT), PLANNER)
+    assert (own.layers, own.sequence, own.tied) == (sizes.layers, sizes.sequence, sizes.tied)
+    assert own.parameters == pytest.approx(sizes.parameters, rel=0.02)  # norms and biases are no sizes
+    there, here = LayoutPrices(sizes, WORKS(sizes), MACHINE), LayoutPrices(own, works, MACHINE)
+    for layout in (
+        ParallelLayout(4, 2, 1, 2, sizes.batch),
+        ParallelLayout(4, 2, 2, 2, sizes.batch, zero=1, recompute=RecomputeMode.full),
+        ParallelLayout(2, 4, 3, 1, sizes.batch, zero=2, recompute=RecomputeMode.selective),
+        ParallelLayout(2, 4, 1, 1, sizes.batch, zero=3, sequence_parallel=True),
+        ParallelLayout(2, 2, 2, 4, sizes.batch, Pipeline.INTERLEAVED, 3),
+    ):
+        asked, found = there.price(layout), here.price(layout)
+        assert found.seconds == pytest.approx(asked.seconds) and found.memory_bytes == pytest.approx(asked.memory_bytes)
+        assert found.bubble == pytest.approx(asked.bubble)
+        assert 0.9 < found.mfu / asked.mfu < 1  # of the kernels: half of the pairs of causal attention
+    assert {layout.tp for layout in candidates(own, 16, Wanted())} == {1, 2, 4, 8, 16}
+    assert "tp=3 divides no matrix of own" in str(why_not(own, ParallelLayout(1, 3, 1, 1, sizes.batch)))
+
+
+def test_a_model_without_equal_blocks_is_one_layer_but_for_its_loss():
+    config = load_config(ROOT)
+    own, works = with_works(ConfModel("conv_small", load_part(ROOT, "model", "conv_small"), 32), config, PLANNER)
+    priced = LayoutPrices(own, works, MACHINE)
+    once, split = (priced.price(ParallelLayout(dp, 1, 1, 4, 32)) for dp in (1, 8))
+    assert split.seconds < once.seconds < 8 * split.seconds * 1.01
+    assert own.sequence == 1 and once.tokens_per_s == once.samples_per_s
+    count = sum(parameter.numel() for parameter in ConvNet(3, 16, 2, 10).parameters())
+    assert str(own) == f"conv_small, {count:,} parameters"
