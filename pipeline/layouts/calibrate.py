@@ -15,6 +15,7 @@ from shardwright.pipeline.layouts.machine import Machine
 from shardwright.pipeline.layouts.sizes import ParallelLayout, Transformer
 from shardwright.pipeline.layouts.step import LayoutPrices, PassSeconds
 from shardwright.pipeline.layouts.traced import Works
+from shardwright.pipeline.layouts.work import Pass
 
 FITTED = ("products", "unaligned", "memory", "kernel_us", "links", "collective_us")
 PRIOR = np.log([0.8, 0.35, 0.8, 17.0, 0.75, 30.0])
@@ -34,7 +35,7 @@ class MeasuredStep:
 
 def predicted(steps: Sequence[MeasuredStep], machine: Machine, works_of: WorksOf) -> list[float]:
     """On as many hosts as a step needs, where the machine has fewer."""
-    passes: dict[int, dict[int, PassSeconds]] = {}
+    passes: dict[int, dict[Pass, PassSeconds]] = {}
     sizes = {max(machine.devices, step.layout.devices) for step in steps}
     machines = {size: machine if size == machine.devices else machine.sized(size) for size in sizes}
     found = []

@@ -107,7 +107,7 @@ class LayoutPrices:
     model: LayoutModel
     works: Works  # of a layer of it
     machine: Machine
-    _passes: dict[int, PassSeconds] = field(default_factory=dict)
+    _passes: dict[Pass, PassSeconds] = field(default_factory=dict)
 
     def seconds(self, layout: ParallelLayout) -> float:
         stages = self.stages(layout)
@@ -185,9 +185,9 @@ class LayoutPrices:
         return forward, backward
 
     def _pass(self, work: Pass, tp: int, backward: bool) -> PassSeconds:
-        if id(work) not in self._passes:
-            self._passes[id(work)] = pass_seconds(work, self.machine.card, self.machine.axis("tp", tp, 1), backward)
-        return self._passes[id(work)]
+        if work not in self._passes:
+            self._passes[work] = pass_seconds(work, self.machine.card, self.machine.axis("tp", tp, 1), backward)
+        return self._passes[work]
 
     def _zero(self, part: PartWork, layout: ParallelLayout) -> tuple[float, float]:
         """Seconds to gather the parameters of a part, and to scatter its gradients, in each micro-batch."""

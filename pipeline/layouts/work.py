@@ -45,9 +45,9 @@ class Collective:
     nbytes: float  # of the unsplit tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Pass:
-    """Of a part, forward or backward, or what of it runs again."""
+    """Of a part, forward or backward, or what of it runs again; each its own, by which its seconds are kept."""
 
     kernels: tuple[Kernel, ...] = ()
     collectives: tuple[Collective, ...] = ()
