@@ -75,6 +75,7 @@ def test_a_reader_that_stops_is_no_error_to_tell(bare: Project) -> None:
     assert (done.returncode, done.stderr) == (1, "")
 
 
+@pytest.mark.long
 def test_loudness(planned: Project) -> None:
     quiet, plain, loud = (planned.stages("codegen", *more).ok() for more in (["-q"], [], ["-v"]))
     assert quiet.text == ""

@@ -31,6 +31,7 @@ def three_hosts():
         yield made
 
 
+@pytest.mark.long
 def test_three_hosts_are_measured_over_their_own_links(three_hosts):
     """How fast the links are found to be is the machine's affair: benchmarks.cluster_probe judges that."""
     names = [address(number) for number in range(3)]

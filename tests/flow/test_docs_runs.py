@@ -159,6 +159,7 @@ def test_more_steps(project: Project, command: str) -> None:
     assert len(losses) == 50 and losses[-1] < losses[0]
 
 
+@pytest.mark.long
 @documented(f"{ENGINE}ddp")
 def test_another_engine(project: Project, command: str) -> None:
     assert experiment(project, command).stages == ["train"]
@@ -188,6 +189,7 @@ def test_plots_of_what_is_here_and_of_two_experiments(project: Project, command:
         assert chosen["plan"] == plan.prediction.step_seconds * 1e3
 
 
+@pytest.mark.long
 @documented(LESS)
 def test_another_cluster(project: Project, command: str) -> None:
     done, cluster = experiment(project, command), project.load("cluster")

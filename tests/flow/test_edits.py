@@ -50,6 +50,7 @@ def test_a_saved_plan_is_taken_and_watched(tiny: Project) -> None:
     assert tiny.repro().ok().stages == []
 
 
+@pytest.mark.long
 def test_a_classifier(tiny: Project) -> None:
     with undone(tiny, "conf/model/tiny.yaml", "conf/data/tiny.yaml"):
         module = {
@@ -155,6 +156,7 @@ def test_a_module_edited_by_hand_is_trained_where_that_is_accepted(tiny: Project
 # -- a store that cannot be reached -----------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_tracking_that_fails_stops_nothing_and_is_sent_later(tiny: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     with undone(tiny, "conf/config.yaml", "conf/checkpoint/tiny.yaml", "conf/train/tiny.yaml"):
         tiny.edit("conf/checkpoint/tiny.yaml", "slots_per_link: 10", "slots_per_link: 9")

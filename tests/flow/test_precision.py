@@ -58,6 +58,7 @@ def test_two_ranks_train_as_a_plain_loop_does(project: Project, capsys: Told, pr
         assert wanted != full, "the precision changes nothing"
 
 
+@pytest.mark.long
 def test_two_ranks_with_compiled_blocks_train_as_a_plain_loop_does(project: Project, capsys: Told) -> None:
     module = TINY["model"]["module"] | {"layers": 1}
     project.write_yaml("conf/model/tiny.yaml", TINY["model"] | {"module": module, "compile": True})

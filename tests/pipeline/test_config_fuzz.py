@@ -59,6 +59,7 @@ def test_invalid_mutations_are_refused_at_the_mutated_file(project: Path, data: 
     check_error(caught.value, mutation.file)
 
 
+@pytest.mark.long
 @MANY
 @given(st.data())
 def test_any_mutation_loads_or_is_refused_in_one_line(project: Path, data: st.DataObject) -> None:

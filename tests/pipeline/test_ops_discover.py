@@ -144,7 +144,10 @@ def test_an_op_may_do_anything_when_it_is_tried(how: str, monkeypatch) -> None:
     assert [s.name for s in strategies(None, view, 2)] == ["R"]
 
 
-@pytest.mark.parametrize(("how", "names"), [("aborts", ["R"]), ("works", ["R", f"{discover.NAME} 0"])])
+@pytest.mark.parametrize(
+    ("how", "names"),
+    [("aborts", ["R"]), pytest.param("works", ["R", f"{discover.NAME} 0"], marks=pytest.mark.long)],
+)
 def test_where_forks_have_no_backward_a_new_process_tries(how: str, names: list[str], monkeypatch, caplog) -> None:
     """As on a machine with a GPU, in a process that has run a backward pass."""
     monkeypatch.setattr(child, "_has_autograd", lambda: False)

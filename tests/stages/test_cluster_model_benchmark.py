@@ -64,6 +64,7 @@ def run(path: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[
     return status, json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
+@pytest.mark.long
 def test_a_card_that_reaches_less_is_found_again(tmp_path, capsys):
     rows = made(8, 0.04, 160, products=0.6, memory=0.55, kernel_us=30, links=0.8)
     status, found = run(write(tmp_path / "steps.csv", rows), capsys)
@@ -71,6 +72,7 @@ def test_a_card_that_reaches_less_is_found_again(tmp_path, capsys):
     assert found["mean_error"] < 0.04 and found["rank_correlation"] > 0.99
 
 
+@pytest.mark.long
 def test_a_file_of_several_nodes_is_predicted_as_the_preset_stands(tmp_path, capsys):
     status, found = run(write(tmp_path / "steps.csv", made(64, 0.1, 40)), capsys)
     assert status == 0 and found["rows"] == 30 and 0.02 < found["mean_error"] < 0.1

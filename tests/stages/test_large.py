@@ -86,6 +86,7 @@ def test_presolve_keeps_the_optimum(seed):
     assert found == best
 
 
+@pytest.mark.long
 def test_search_finds_the_optimum_of_nearly_all_small_problems(monkeypatch):
     clock = Ticks().in_place_of_time(monkeypatch, parallel_search, contest_search, descent, presolve)
     equal = solved = 0

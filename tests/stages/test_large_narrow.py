@@ -73,6 +73,7 @@ def test_candidates_are_the_choices_of_least_rank():
     assert candidates(arrays, rank, 9, np.array([0, 1])).tolist() == list(range(8))
 
 
+@pytest.mark.long
 def test_a_turn_among_few_choices_finds_what_regions_among_all_of_them_cannot(monkeypatch):
     """A ring of nodes that must all change together: their tables are too large with all choices."""
     monkeypatch.setattr(descent, "TABLES", 2.2)

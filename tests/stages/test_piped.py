@@ -46,6 +46,7 @@ from shardwright.stages.checkpoint.recompute.simulate import MemoryState, apply,
 from shardwright.stages.checkpoint.run import figures
 from shardwright.stages.checkpoint.timeline import waits
 from shardwright.stages.cluster.run import from_preset
+from tests.asked import mostly_long
 from tests.graphs import GRAPHS, SILENT, profile_of
 from tests.pipeline_plans import FILE, WHERE, pipelines_of, plan_with_pipelines, settings_of, with_submeshes
 
@@ -191,7 +192,11 @@ def again(name: str, piped: PricedPipeline, plan: Plan) -> tuple[float, list[flo
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [*(("gpt_tied", kind) for kind in SCHEDULES), *((n, "1f1b") for n in NAMES if n != "gpt_tied")]
+    ("name", "kind"),
+    mostly_long(
+        [*(("gpt_tied", kind) for kind in SCHEDULES), *((n, "1f1b") for n in NAMES if n != "gpt_tied")],
+        lambda case: case[0] in ("gpt_tied", "mlp"),
+    ),
 )
 def test_the_predicted_step_and_peak_are_found_again(name: str, kind: str) -> None:
     tight = least(name, pipeline=kind)

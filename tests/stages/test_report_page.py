@@ -59,6 +59,7 @@ def text(page, selector: str) -> str:
     return page.ask(f"document.querySelector({json.dumps(selector)}).innerText")
 
 
+@pytest.mark.long
 def test_a_deep_plan_is_a_small_page(page, deep):
     """How soon it is interactive, benchmarks/report_page.py tells."""
     assert deep.stat().st_size < MOST_BYTES

@@ -289,6 +289,7 @@ class Lines(logging.Handler):
         self.lines.append(f"{record.levelname} {record.getMessage()}")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 4)])
 def test_one_block_for_all_layers_is_planned_though_it_is_too_wide(sizes):
     problem, choices = problem_on(sizes)
@@ -326,6 +327,7 @@ def test_the_large_search_by_hand():
     assert fastest.cost == pytest.approx(cut_open(problem).fastest.cost, rel=0.01)
 
 
+@pytest.mark.long
 def test_a_search_with_another_share_exposed_knows_the_plan_of_the_one_before():
     mesh_problem = MeshProblem(workload_on((2, 2)), solve_settings(search=Search.large), WHERE, SILENT)
     before = mesh_problem.sweep.bounder.fastest.picked

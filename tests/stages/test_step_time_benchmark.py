@@ -121,6 +121,7 @@ def copied() -> tuple[int, int]:
     return peak_bytes(make, list(model.parameters())), 4 * (64 * 64 + 64)
 
 
+@pytest.mark.long
 def test_all_sides_train_the_same_model(tmp_path: Path) -> None:
     with mock.patch.dict(SCENARIOS, SMALL):
         root = plans.project(tmp_path, "small", TINY["cluster"])

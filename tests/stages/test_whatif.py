@@ -185,6 +185,7 @@ def of_sequence(prices, sequence):
     return replace(prices, model=model, works=Works(TransformerSource(model, load_config(ROOT)), prices.works.stages))
 
 
+@pytest.mark.long
 def test_the_longest_sequence_by_layouts(ask, prices):
     found = ask("sequence", *ONE_HOST, "--step", "131072")
     assert found["by"] == "layouts" and found["found"]["fails"] == found["found"]["fits"] + 131072
@@ -274,6 +275,7 @@ def test_the_largest_batch_is_what_the_stages_accept(ask, project, capsys):
     assert "no plan fits" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_at_each_budget_the_plan_differs_on_both_sides(ask, project):
     found = ask("budget")["found"]
     sides = [(change["below_gb"], change["from_gb"]) for change in found["changes"]]
