@@ -126,6 +126,7 @@ class PlannedOnObjects(OnObjects, PlannedEngine):
 
     done = 0  # backward passes of this step that have ended
     newest = 0  # forward passes so far
+    unused = False  # whether the gradients before were neither stepped with nor dropped
 
     def updated(self) -> dict[str, list[nn.Parameter]]:
         return {name: [own] for name, own in zip(self.parameters, self.gradients.updated, strict=True)}
@@ -147,14 +148,8 @@ class PlannedOnObjects(OnObjects, PlannedEngine):
         return loss
 
     def _begin(self) -> None:
-        if self.done == self.passes:
-            if any(own.grad is not None for own in self.gradients.updated):
-                what = f"the {self.passes} backward pass{'es' * (self.passes > 1)} of the plan's step have run"
-                remedy = (
-                    "call optimizer.step(), or zero_grad() to drop them; to add up more plan with gradient_accumulation"
-                )
-                raise TrainError(what, where="model(...)", remedy=remedy)
-            self.done = 0
+        if self.done == self.passes:  # they may be dropped yet: where gradients are infinite a scaler skips the step
+            self.done, self.unused = 0, True
         if self.done == 0:
             self.gradients.start(armed=self.passes == 1)
             with self.autocast():
@@ -164,12 +159,25 @@ class PlannedOnObjects(OnObjects, PlannedEngine):
         if number != self.newest:
             what = "the model has run forward again since this loss was computed"
             raise TrainError(what, where="loss.backward()", remedy="run backward before the next forward pass")
+        if self.unused:
+            what = f"the {self.passes} backward pass{'es' * (self.passes > 1)} of the plan's step have run"
+            remedy = (
+                "call optimizer.step(), or zero_grad() to drop them; to add up more plan with gradient_accumulation"
+            )
+            raise TrainError(what, where="loss.backward()", remedy=remedy)
+        self.unused = False
         Variable._execution_engine.queue_callback(self._backward_ended)
 
     def _backward_ended(self) -> None:
         self.done += 1
         if self.done == self.passes:
             self.gradients.wait()
+
+    def drop_gradients(self) -> None:
+        """With the optimizer's zero_grad."""
+        self.unused = False
+        if self.done == self.passes:
+            self.done = 0
 
     def require_gradients(self) -> None:
         """Before the optimizer steps."""

@@ -79,6 +79,8 @@ class ParallelModule(nn.Module):
         self.weights, self.optimizer_state = WeightState(engine), OptimizerState(engine, self)
         optimizer.register_step_pre_hook(lambda *_: self._before_step())
         optimizer.register_step_post_hook(lambda *_: self._after_step())
+        self.zero_optimizer = optimizer.zero_grad
+        optimizer.zero_grad = self._zero_optimizer  # type: ignore[method-assign]
         optimizer.state_dict = self.optimizer_state.state_dict  # type: ignore[method-assign]
         optimizer.load_state_dict = self.optimizer_state.load_state_dict  # type: ignore[method-assign]
 
@@ -135,6 +137,11 @@ class ParallelModule(nn.Module):
             raise TrainError("a pipeline clips within its step", where="clip_grad_norm_", remedy=remedy)
         self.engine.require_gradients()
         return self.engine.clip(max_norm)
+
+    def _zero_optimizer(self, set_to_none: bool = True) -> None:
+        self.zero_optimizer(set_to_none)
+        if isinstance(self.engine, PlannedOnObjects):
+            self.engine.drop_gradients()
 
     def _before_step(self) -> None:
         if not self.stepping and isinstance(self.engine, PlannedOnObjects):

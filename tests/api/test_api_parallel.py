@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim.lr_scheduler import StepLR
 
 import shardwright as sw
@@ -112,9 +114,26 @@ def adding(own: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
     return losses
 
 
+def scaled(own: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, spoils: bool) -> list[float]:
+    """With a scaled loss; of the second step one gradient is infinite, where this rank `spoils` it."""
+    losses = []
+    for number, batch in enumerate(batches()):
+        loss = own(**batch)
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        scaler.scale(loss).backward()
+        if number == 1 and spoils:
+            optimizer.param_groups[0]["params"][0].grad.view(-1)[0] = math.inf
+        scaler.step(optimizer)
+        scaler.update()
+    return [*losses, scaler.get_scale()]
+
+
 def unsplit(how: str, name: str = "") -> Result:
     own = model(name)
     optimizer = adamw(own)
+    if how == "scaled":
+        return scaled(own, optimizer, torch.amp.GradScaler("cpu"), True), own.state_dict()
     if how == "adding":
         return adding(own, optimizer), own.state_dict()
     clip = (lambda limit: nn.utils.clip_grad_norm_(own.parameters(), limit)) if how == "clipped" else None
@@ -159,6 +178,10 @@ def in_loops(files: dict[str, str]) -> dict[str, Result]:
             stepped(own, optimizer, LIMIT if name in CLIPPED else None),
             whole(own),
         )
+    given = model()
+    own, optimizer = sw.parallelize(given, adamw(given), sw.load(files["zero1"]))
+    scaler = ShardedGradScaler("cpu", process_group=torch.distributed.group.WORLD)
+    found["scaled"] = scaled(own, optimizer, scaler, torch.distributed.get_rank() == 0), whole(own)
     given = model()
     own, optimizer = sw.parallelize(given, adamw(given), sw.load(files["adding"]))
     found["adding"] = adding(own, optimizer), whole(own)
@@ -206,7 +229,7 @@ def mistaken(file: str) -> None:
     assert "got 2, and a step of the plan has 1" in told(lambda: own.step([batch, batch], optimizer))
     assert "not the one that parallelize returned" in told(lambda: own.step(batch, taken))
     own(batch["x"], batch["y"]).backward()
-    assert "zero_grad()" in told(lambda: own(**batch))
+    assert "zero_grad()" in told(lambda: own(**batch).backward())
     own.zero_grad()
     first, second = own(**batch), own(**batch)
     assert "run forward again" in told(first.backward)
@@ -267,7 +290,8 @@ def test_a_loop_goes_on_as_it_was(plans: dict[str, str]) -> None:
         expected = unsplit("clipped" if name in CLIPPED else "free", name)
         equal(first[name], expected)
         equal(first[f"{name} stepped"], expected)
-    equal(first["adding"], unsplit("adding"))
+    for name in ("adding", "scaled"):
+        equal(first[name], unsplit(name))
     assert {name: losses for name, (losses, _) in second.items()} == {
         name: losses for name, (losses, _) in first.items()
     }
