@@ -19,7 +19,7 @@ from shardwright.pipeline.ir.layout import Layout, State
 from shardwright.pipeline.ir.plan import Sharding
 from shardwright.pipeline.ir.profile import Profile, as_run
 from shardwright.pipeline.layouts.planner_stages import PlannerStages
-from shardwright.pipeline.layouts.sizes import AttentionKernel, Transformer
+from shardwright.pipeline.layouts.sizes import AttentionKernel, LayoutError, Transformer
 from shardwright.pipeline.layouts.work import Grown, Parts, PartWork, part_work
 from shardwright.pipeline.tracing.shortened import EqualBlocks
 from shardwright.pipeline.tracing.trace import trace
@@ -77,8 +77,11 @@ class Works:
         if (own, samples) not in self._parts:
             if own not in self._grown:
                 least = self.source.samples
-                pairs = zip(*(self._of(own, times) for times in (1, 2)), strict=True)
-                self._grown[own] = tuple(Grown(least, one, two) for one, two in pairs)
+                both = [self._of(own, times) for times in (1, 2)]
+                if len({tuple(part.ran for part in parts) for parts in both}) > 1:
+                    what = f"what it runs for {least} samples is another than for {2 * least}"
+                    raise LayoutError(what, remedy="price another model")
+                self._grown[own] = tuple(Grown(least, one, two) for one, two in zip(*both, strict=True))
             self._parts[own, samples] = Parts(*(grown.of(samples) for grown in self._grown[own]))
         return self._parts[own, samples]
 

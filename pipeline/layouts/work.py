@@ -23,7 +23,7 @@ from shardwright.pipeline.cost.link_facts import ChainFacts, LinkFacts
 from shardwright.pipeline.cost.links import computed_again
 from shardwright.pipeline.cost.step import Priced
 from shardwright.pipeline.ir.cluster import COLLECTIVES
-from shardwright.pipeline.ir.graph import Role
+from shardwright.pipeline.ir.graph import OpGraph, Role
 from shardwright.pipeline.ir.profile import Kernel
 from shardwright.pipeline.ir.program import Call, Convert, Step
 from shardwright.pipeline.ops.rule import plain_view
@@ -74,6 +74,12 @@ class PartWork:
     held: Mapping[RecomputeMode, HeldBytes]
     parameters: tuple[float, ...]  # bytes of each on the rank, in the precision of the products
     output: float  # bytes that it gives to the next part
+
+    @property
+    def ran(self) -> tuple[tuple[str, ...], ...]:
+        """Names of kernels and collectives of each pass."""
+        passes = (self.forward, self.backward, *self.again.values())
+        return tuple((*(one.name for one in own.kernels), *(one.kind for one in own.collectives)) for own in passes)
 
 
 @dataclass(frozen=True)
@@ -149,10 +155,18 @@ def _ways(facts: ChainFacts, group: LinkGroup, link: LinkFacts) -> Iterator[Way]
 def _is_square(facts: ChainFacts, step: Step) -> bool:
     if not isinstance(step, Call):
         return False
-    values = facts.graph.values
-    read = [values[name] for name in facts.graph.op(step.op).inputs]
-    made = sum(values[name].type.numel for name in facts.graph.op(step.op).outputs)
-    return all(value.role is not Role.PARAMETER for value in read) and made > sum(one.type.numel for one in read)
+    graph, op = facts.graph, facts.graph.op(step.op)
+    made, read = (sum(one.numel for one in graph.types(names)) for names in (op.outputs, op.inputs))
+    return made > read and not any(_is_weight(graph, name) for name in op.inputs)
+
+
+def _is_weight(graph: OpGraph, name: str) -> bool:
+    """A parameter, or what is made of parameters alone: a view, a cast."""
+    value = graph.values[name]
+    if value.role is not Role.RESULT:
+        return value.role is Role.PARAMETER
+    inputs = graph.op(value.origin).inputs
+    return bool(inputs) and all(_is_weight(graph, read) for read in inputs)
 
 
 # ------------------------------------------------------------------------------------------------ passes of one step

@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 
 from shardwright.pipeline.base.errors import ClusterError
-from shardwright.pipeline.config import listing, load_config, load_part
+from shardwright.pipeline.config import (
+    DType,
+    ModelSettings,
+    Precision,
+    TensorSpec,
+    listing,
+    load_config,
+    load_part,
+)
 from shardwright.pipeline.config.schema import OverlapMode
 from shardwright.pipeline.cost.lines import LineTask, played
 from shardwright.pipeline.cost.pipelines.play import Load, simulate
@@ -521,3 +529,22 @@ def test_a_model_without_equal_blocks_is_one_layer_but_for_its_loss():
     assert own.sequence == 1 and once.tokens_per_s == once.samples_per_s
     count = sum(parameter.numel() for parameter in ConvNet(3, 16, 2, 10).parameters())
     assert str(own) == f"conv_small, {count:,} parameters"
+
+
+def test_experts_that_are_views_of_weights_run_again_with_any_number_of_samples():
+    """A product of rows and such a view is none of two activations, however many rows there are."""
+    pytest.importorskip("transformers", reason="the extra `hf` is not installed")
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 3, "num_attention_heads": 8}
+    sizes |= {"num_key_value_heads": 4, "num_local_experts": 4, "vocab_size": 32000, "use_cache": False}
+    module = {
+        "_target_": "transformers.MixtralForCausalLM",
+        "config": {"_target_": "transformers.MixtralConfig", **sizes},
+    }
+    tokens = TensorSpec(shape=[32, 256], dtype=DType.int64)
+    settings = ModelSettings(module, {"input_ids": tokens, "labels": tokens}, Precision.fp32)
+    priced = LayoutPrices(*with_works(ConfModel("mixtral", settings, 32), load_config(ROOT), PLANNER), MACHINE)
+    assert priced.model.layers == 3
+    ways = [priced.price(ParallelLayout(4, 2, 1, 4, 32, recompute=own)) for own in RecomputeMode]
+    none, selective, full = ways
+    assert none.seconds < selective.seconds < full.seconds
+    assert none.memory_bytes > selective.memory_bytes > full.memory_bytes
