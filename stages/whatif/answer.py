@@ -84,6 +84,16 @@ class Answer:
         return "\n".join([f"{self.about} (by {self.by})", *(table(self.rows) if self.rows else ()), said])
 
 
+def largest_in_words(name: str, limit: FitLimit, step: int) -> str:
+    if limit.fits is None:
+        return f"a {name} of {limit.fails} does not fit, and no smaller one was tried yet"
+    if limit.fails is None:
+        return f"a {name} of {limit.fits} fits, and no larger one was tried (--most)"
+    if limit.fails - limit.fits > step:
+        return f"a {name} of {limit.fits} fits and one of {limit.fails} does not; what is between was not tried"
+    return f"the largest {name} that fits is {limit.fits}; {limit.fails} does not (in steps of {step})"
+
+
 def table(rows: Sequence[Row]) -> list[str]:
     """Figures to the right under their names, words to the left; what is too long to align comes last."""
     names = list(dict.fromkeys(name for row in rows for name in row))

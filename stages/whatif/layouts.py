@@ -17,7 +17,7 @@ from shardwright.pipeline.layouts.sizes import LayoutError, ParallelLayout, Tran
 from shardwright.pipeline.layouts.step import LayoutPrices, Price
 from shardwright.pipeline.layouts.traced import Works
 from shardwright.pipeline.layouts.words import Asked, find_machine, find_model, read_words
-from shardwright.stages.whatif.answer import LAYOUTS, Answer, Question, Row, WhatIfError
+from shardwright.stages.whatif.answer import LAYOUTS, Answer, Question, Row, WhatIfError, largest_in_words
 from shardwright.stages.whatif.presets import described_gpus, that_may_have
 from shardwright.stages.whatif.search import FitLimit, fewest, largest
 
@@ -78,6 +78,8 @@ class ByLayouts:
             if fits := [row["micro_batch"] for row in rows if row["step_ms"] is not None]:
                 larger = next((row["micro_batch"] for row in rows if row["micro_batch"] > max(fits)), None)
                 said = f"the largest micro-batch that fits is {max(fits)}" + (f"; {larger} does not" if larger else "")
+                if larger is None and size != sizes[-1]:
+                    said = f"a micro-batch of {size} fits, and no larger one was tried yet"
                 yield Answer("batch", LAYOUTS, self.about(), said, tuple(rows), {"fits": max(fits), "fails": larger})
         if not rows or all(row["step_ms"] is None for row in rows):
             why = rows[0]["layout"] if rows else "none was tried"
@@ -95,11 +97,9 @@ class ByLayouts:
             return math.inf if isinstance(tried[size], LayoutError) else 0.5
 
         for limit in largest(model.sequence, unit, self.question.most or 1 << 22, needs):
-            if limit.fits is not None:
-                rows = tuple({"sequence": size, **_row(found)} for size, found in sorted(tried.items()))
-                past = f"; {limit.fails} does not" if limit.fails else " of those tried (--most)"
-                said = f"the longest sequence that fits is {limit.fits}{past} (in steps of {unit})"
-                yield Answer("sequence", LAYOUTS, self.about(), said, rows, {**vars(limit), "step": unit})
+            rows = tuple({"sequence": size, **_row(found)} for size, found in sorted(tried.items()))
+            said = largest_in_words("sequence", limit, unit)
+            yield Answer("sequence", LAYOUTS, self.about(), said, rows, {**vars(limit), "step": unit})
         if limit.fits is None:
             why = _row(tried[min(tried)])["layout"]
             raise WhatIfError(f"not even a sequence of {unit} fits: {why}", remedy="add nodes")

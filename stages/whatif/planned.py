@@ -21,7 +21,7 @@ from shardwright.pipeline.ir.codec import encode
 from shardwright.pipeline.ir.graph import OpGraph, Role
 from shardwright.pipeline.ir.plan import Plan
 from shardwright.pipeline.tracking.headline import mesh_text
-from shardwright.stages.whatif.answer import PLANNER, Answer, Question, Row, WhatIfError, short
+from shardwright.stages.whatif.answer import PLANNER, Answer, Question, Row, WhatIfError, largest_in_words, short
 from shardwright.stages.whatif.planner import Planner, PlanOutcome, slower, with_budget
 from shardwright.stages.whatif.presets import described_gpus
 from shardwright.stages.whatif.search import FitLimit, changes, fewest, largest, least
@@ -88,7 +88,7 @@ class ByPlanner:
                 for size, found in sorted(tried.items())
             )
             figures = {**vars(limit), "step": step}
-            yield Answer(name, PLANNER, self.about(), _largest_in_words(name, limit, step), rows, figures)
+            yield Answer(name, PLANNER, self.about(), largest_in_words(name, limit, step), rows, figures)
         if limit is None or limit.fits is None:
             smallest = tried[min(tried)].error
             assert smallest is not None
@@ -256,16 +256,6 @@ def _tightest(at: Callable[[int], PlanOutcome], nbytes: int) -> int:
 
 def _below(nbytes: int) -> int:
     return int(nbytes * (1 - NEAR))
-
-
-def _largest_in_words(name: str, limit: FitLimit, step: int) -> str:
-    if limit.fits is None:
-        return f"a {name} of {limit.fails} does not fit, and no smaller one was tried yet"
-    if limit.fails is None:
-        return f"a {name} of {limit.fits} fits, and no larger one was tried (--most)"
-    if limit.fails - limit.fits > step:
-        return f"a {name} of {limit.fits} fits and one of {limit.fails} does not; what is between was not tried"
-    return f"the largest {name} that fits is {limit.fits}; {limit.fails} does not (in steps of {step})"
 
 
 # ---- sizes that are tried

@@ -319,6 +319,9 @@ def test_layouts_stop_after_the_first_answer_too(project, monkeypatch, capsys):
     assert main(["whatif", "clusters", "dgx_a100,dgx_h100", *ONE_HOST, "--seconds", "0", "--json", "-q"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert not found["complete"] and [row["cluster"] for row in found["rows"]] == ["dgx_a100"]
+    assert main(["whatif", "sequence", *ONE_HOST, "--seconds", "0", "--json", "-q"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["answer"] == f"a sequence of {MODEL.sequence} fits, and no larger one was tried (--most)"
 
 
 def test_ctrl_c_tells_what_is_known(project, monkeypatch, capsys):
