@@ -5,14 +5,20 @@ measured again, and the solver's inner loops are compiled, which takes the first
 minute). Of each the seconds to its first line and to its end. What counts is the wall's clock, or the seconds
 of CPU that it took where these are less: on a machine that is shared the wall's clock is that of others, too. Bars: the
 first line of `check`, `summary`, `price` and `explain` within 1 s, `whatif` of any kind within 20 s, `fit` of an 8B
-model on 8 devices within 30 s and of a 70B model on 64 within 90 s. The last line is one JSON object.
+model on 8 devices within 30 s and of a 70B model on 64 within 90 s.
+
+`sweep` is one of three budgets in a project that `init` has just made, up to train, by the wall's clock against the
+seconds that its train stages took, which are made as long as `--training` says: at most a tenth more. The last line is
+one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,11 +32,13 @@ import psutil
 
 from benchmarks.house import copy_project
 from benchmarks.small_project import environment
+from shardwright.stages.sweep.experiments import metrics_of
 
 STAGES = ("trace", "profile", "cluster", "solve", "checkpoint", "codegen", "train")
 FIRST, ANSWER = 1.0, 20.0
 PRICE = "price dp=4 tp=8 pp=2 zero=1 cluster=dgx_h100 nodes=8 model=llama2_70b"
 ALONE = {"check", "price"}  # need no run
+SWEEP, OVER_TRAININGS = "sweep", 1.1
 KINDS = ("batch", "sequence", "devices", "budget", "link", "clusters")
 
 
@@ -68,14 +76,19 @@ ASKED = {
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", choices=[*ASKED, []], metavar="NAME", help=", ".join(ASKED))
-    names = parser.parse_args(arguments).names or list(ASKED)
+    every = [*ASKED, SWEEP]
+    parser.add_argument("names", nargs="*", choices=[*every, []], metavar="NAME", help=", ".join(every))
+    parser.add_argument("--training", type=float, default=120.0, help="seconds of each training of the sweep (120)")
+    asked = parser.parse_args(arguments)
+    names = asked.names or every
     with tempfile.TemporaryDirectory(prefix="shardwright-") as folder:
         root = copy_project(Path(folder) / "project")
-        for stage in STAGES if set(names) - ALONE else ():
+        for stage in STAGES if set(names) - ALONE - {SWEEP} else ():
             command(root, stage)
         print(f"{'':20}{'first line':>18}{'whole':>18}   seconds of the wall's clock, (of CPU)")
-        rows = {name: _row(name, command(root, *ASKED[name].words.split())) for name in names}
+        rows = {name: _row(name, command(root, *ASKED[name].words.split())) for name in names if name != SWEEP}
+        if SWEEP in names:
+            rows[SWEEP] = _sweep(Path(folder) / SWEEP, asked.training)
     print(json.dumps({"seconds": rows, "met": all(row["met"] for row in rows.values())}))
     return 0 if all(row["met"] for row in rows.values()) else 1
 
@@ -86,6 +99,32 @@ def _row(name: str, took: Took) -> dict[str, float | bool]:
     cells = (f"{wall:9.1f} ({cpu:5.1f})" for wall, cpu in (took.first, took.whole))
     print(f"{name:20}{''.join(f'{cell:>18}' for cell in cells)}   {'' if met else 'missed'}", flush=True)
     return {"first": round(first, 2), "whole": round(whole, 2), "met": met}
+
+
+def _sweep(root: Path, training: float) -> dict[str, float | bool]:
+    """The first run tells how many steps a training of so many seconds has, and what memory there is to save."""
+    root.mkdir()
+    git = ["git", "-c", "user.name=x", "-c", "user.email=x@x"]
+    subprocess.run([*git, "init", "-q"], cwd=root, check=True)
+    for words in (("init", "."), ("run",)):
+        assert command(root, *words).status == 0, words
+    for words in (("add", "-A"), ("commit", "-q", "-m", "begun")):
+        subprocess.run([*git, *words], cwd=root, check=True)
+    report = json.loads((root / "runs/train/report.json").read_text())["body"]
+    steps = max(1, round(training / statistics.median(report["step_seconds"])))
+    peak = json.loads((root / "runs/checkpoint/summary.json").read_text())["peak_mb"] / 1e3
+    budgets = ",".join(f"{share * peak:.4g}" for share in (1.2, 0.95, 0.9))
+    settings = (f"solve.memory_budget_gb={budgets}", f"train.steps={steps}")
+    took = command(root, "sweep", *settings, "--until", "train")
+    (points,) = root.glob("runs/sweep/*/points.json")
+    kept = [row["experiment"] for row in json.loads(points.read_text()) if "experiment" in row]
+    trained = sum(metrics_of(root, name, ["train"])["train"]["seconds"] for name in kept)
+    over = took.whole[0] / trained if trained else math.inf
+    met = took.status == 0 and len(kept) == 3 and over <= OVER_TRAININGS
+    print(
+        f"{SWEEP:20}{took.whole[0]:9.1f} of which {trained:.1f} in train: {over:.3f} times   {'' if met else 'missed'}"
+    )
+    return {"whole": round(took.whole[0], 1), "trainings": round(trained, 1), "over": round(over, 3), "met": met}
 
 
 def command(root: Path, *words: str) -> Took:
