@@ -1,4 +1,4 @@
-"""How planning grows with depth: `python -m benchmarks.planning --layers 12,24,48,96 [--backend glpk|highs]`.
+"""How planning grows with depth: `python -m benchmarks.planning --layers 12,24,48,96 [--backend highs]`.
 
 The GPT of benchmarks/step_problems.py on its mesh of 2 x 4 devices. The budget lies half way between the memory of the
 smallest plan and that of the fastest, so it binds. Each depth has a process of its own on one core; its
@@ -21,9 +21,11 @@ SECONDS, RATIO, GAP = 15.0, 3.0, 5e-3
 
 
 def main(arguments: list[str]) -> int:
+    from shardwright.pipeline.config import Backend
+
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", default="12,24,48,96")
-    parser.add_argument("--backend", default="glpk", choices=["glpk", "highs"])
+    parser.add_argument("--backend", default="glpk", choices=list(Backend))
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.one is not None:

@@ -141,6 +141,9 @@ def mesh(sizes: tuple[int, ...], **figures: float) -> Cluster:
     return replace(cluster, devices=prod(sizes), axes=axes)
 
 
+BACKENDS = [own.value for own in Backend]
+
+
 def solve_settings(backend: str = "highs", **changes: object) -> Solve:
     return Solve(**{"backend": Backend(backend), "gap": 1e-9, "frontier_points": 6, **changes})
 

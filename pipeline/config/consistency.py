@@ -28,7 +28,7 @@ SourceOf = Callable[[str], Source]  # reads the file of a group once more, to na
 PIPELINE_AXIS = "pp"  # in `mesh` of conf/solve: partitions of equal meshes
 OFF, SOLVED, INTERLEAVED = Pipeline("off"), Pipeline("solve"), Pipeline("interleaved")
 LAST_ALONE = "set it to never, which needs no more memory without a pipeline, always or optimal"
-NAMED = "one of solve, gpipe, 1f1b, interleaved, zero_bubble"
+NAMED = f"one of {', '.join(own for own in Pipeline if own is not OFF)}"
 
 
 def check_cluster(cluster: ClusterSettings, source: Source) -> Iterator[ConfigError]:

@@ -186,7 +186,7 @@ class Plan:
     prediction: Prediction
     alternatives: tuple[Alternative, ...] = ()
     micro_batches: int = 1  # forward and backward passes of a step
-    schedule: str = ""  # of a pipeline: gpipe, 1f1b, interleaved or zero_bubble
+    schedule: str = ""  # of a pipeline: one of SCHEDULES in invariants.py
     chunks: int = 1  # partitions on the same devices
     timeline: Timeline = field(default_factory=Timeline)
     released: tuple[str, ...] = ()  # values that backward does not keep, and that are large: let go once they are read

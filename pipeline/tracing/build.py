@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shardwright.pipeline.base.errors import TraceError
 from shardwright.pipeline.base.instantiate import TargetError, instantiate
 from shardwright.pipeline.config import Config, Precision, TensorSpec
+from shardwright.pipeline.user.precision import TYPES, type_of
 
 
 def fake_mode() -> FakeTensorMode:
@@ -26,7 +27,7 @@ def fake_mode() -> FakeTensorMode:
 def build_model(config: Config, mode: FakeTensorMode) -> nn.Module:
     where = f"conf/model/{config.choices['model']}.yaml: module"
     model = build_module(config.model.module, where)
-    return to_fake(model.bfloat16() if config.model.precision is Precision.bf16 else model, mode).train()
+    return to_fake(model.to(dtype=TYPES.get(config.model.precision)), mode).train()
 
 
 def build_module(settings: Mapping[str, Any], where: str) -> nn.Module:
@@ -70,8 +71,7 @@ def to_fake(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
 def sample_batch(
     specs: Mapping[str, TensorSpec], mode: FakeTensorMode, precision: Precision = Precision.fp32
 ) -> dict[str, Tensor]:
-    """Fake tensors of the right types, floating ones cast as before a step in bf16; no two inputs share memory."""
+    """Fake tensors of the right types, floating ones cast as before a step; no two inputs share memory."""
     with mode:
         batch = {n: torch.empty(tuple(spec.shape), dtype=getattr(torch, spec.dtype.value)) for n, spec in specs.items()}
-        low = precision is Precision.bf16
-        return {name: t.bfloat16() if low and t.is_floating_point() else t for name, t in batch.items()}
+        return {name: t.to(type_of(t, precision)) for name, t in batch.items()}

@@ -27,12 +27,15 @@ SCHEMAS = {"model": ModelSettings, "cluster": ClusterSettings, "solve": Solve, "
 ClusterLike = str | Path | Mapping[str, Any]
 
 
+PrecisionName = Literal["fp32", "bf16", "amp"]
+
+
 class PlanChoices(TypedDict, total=False):
     """What `plan` takes beside its first arguments; each is a key of the configuration (docs/configuration.md)."""
 
     devices: int
     nodes: int
-    precision: Literal["fp32", "bf16", "amp"]
+    precision: PrecisionName
     compile: bool
     cuda_graphs: bool | Literal["auto"]
     batch_norm: Literal["whole", "per_rank"]

@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from shardwright.api.given import ArgumentError, Batch, GivenModule, GivenOptimizer
 from shardwright.api.plan import ModelPlan
 from shardwright.pipeline.base.errors import TrainError
-from shardwright.pipeline.config import Precision
 from shardwright.pipeline.ir.graph import Role
 from shardwright.pipeline.runtime.context import step as context
 from shardwright.pipeline.runtime.pipelining.pipelined import smaller_of
@@ -24,6 +23,7 @@ from shardwright.pipeline.runtime.step.passes import StepCopies, copies_of
 from shardwright.pipeline.runtime.step.slices import Slices
 from shardwright.pipeline.user.batches import Batches
 from shardwright.pipeline.user.optimizer import build_optimizer
+from shardwright.pipeline.user.precision import TYPES, type_of
 from shardwright.stages.codegen.run import write_program
 from shardwright.stages.train.engines.engine import Engine, Inputs, K, program_of
 from shardwright.stages.train.engines.pipelined import PipelinedEngine
@@ -84,8 +84,7 @@ class OnObjects(Engine):
         """What is on the meta device has no values yet: `load_state_dict` brings them."""
         if not tensor.is_meta:
             return super().placed(tensor)
-        half = self.job["model"]["precision"] == "bf16" and tensor.is_floating_point()
-        return torch.empty_like(tensor, device=self.device, dtype=torch.bfloat16 if half else None)
+        return torch.empty_like(tensor, device=self.device, dtype=type_of(tensor, self.job["model"]["precision"]))
 
     def build_optimizer(self, parameters: list[nn.Parameter]) -> Optimizer:
         """The user's own, on this rank's shards: its groups stay, and a scheduler that holds it goes on."""
@@ -266,10 +265,10 @@ def require_same_model(plan: ModelPlan, module: nn.Module) -> None:
         what = f"it is a {name}, and the plan is for a {planned}"
         raise ArgumentError(what, where=f"{WHERE}: model", remedy="give the model that was planned, or plan again")
     own = {name: _in_words(t, tuple(t.shape)) for name, t in named_tensors(module).items()}
-    half = plan.config.model.precision is Precision.bf16  # the model is converted
+    converted = plan.config.model.precision in TYPES
     for value in plan.graph.of_role(Role.PARAMETER):
         found, wanted = own.get(value.origin, "not there"), _in_words(value.type, value.type.shape)
-        if found != wanted and not (half and found.split()[1:] == wanted.split()[1:]):
+        if found != wanted and not (converted and found.split()[1:] == wanted.split()[1:]):
             what = f"{value.origin} is {found}, and {wanted} in the plan"
             raise ArgumentError(what, where=f"{WHERE}: model", remedy="give the model that was planned, or plan again")
     for name, buffer in module.named_buffers():

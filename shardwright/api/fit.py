@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
-from shardwright.api.arguments import arguments_named
+from shardwright.api.arguments import PrecisionName, arguments_named
 from shardwright.api.given import ArgumentError
 from shardwright.pipeline.base.errors import shown
 from shardwright.pipeline.config.schema import Precision
@@ -22,7 +21,7 @@ def fit(
     *,
     batch: int | None = None,
     sequence: int | None = None,
-    precision: Literal["amp", "bf16", "fp32"] = "amp",
+    precision: PrecisionName = "amp",
     lora: int = 0,
     devices: int | None = None,
     nodes: int | None = None,

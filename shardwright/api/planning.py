@@ -9,7 +9,7 @@ from typing import Any, Literal, Unpack
 
 from torch import nn
 
-from shardwright.api.arguments import PACKAGE, ClusterLike, PlanChoices, PlanRequest, arguments_named
+from shardwright.api.arguments import PACKAGE, ClusterLike, PlanChoices, PlanRequest, PrecisionName, arguments_named
 from shardwright.api.given import ArgumentError, Batch, OptimizerLike, arguments_of, batch_of
 from shardwright.api.plan import MADE, ModelPlan
 from shardwright.pipeline.base.artifacts import Artifact
@@ -77,7 +77,7 @@ def profile(
     batch: Any,
     *,
     device: Literal["cpu", "cuda"] = "cuda",
-    precision: Literal["fp32", "bf16", "amp"] = "fp32",
+    precision: PrecisionName = "fp32",
     optimizer: OptimizerLike | None = None,
 ) -> Profiled:
     """FLOPs, bytes and memory of a step of the unsplit model, found without running it; no device is needed."""

@@ -12,6 +12,7 @@ from shardwright.pipeline.base.errors import ConfigError
 from shardwright.pipeline.config import Backend, apply_experiment, experiments, listing, load_config
 
 PROJECT = Path(__file__).parents[2]
+SOLVE_FILES = ", ".join(listing(PROJECT, "solve"))
 
 
 @pytest.fixture
@@ -134,7 +135,7 @@ SETTINGS = {
     "no such group": ("sovle.gap=1", "experiment.settings[1]: 'sovle' is not a group; did you mean 'solve'?"),
     "no such file": (
         "solve=cplex",
-        "experiment.settings[1]: there is no conf/solve/cplex.yaml; choose one of: glpk, highs",
+        f"experiment.settings[1]: there is no conf/solve/cplex.yaml; choose one of: {SOLVE_FILES}",
     ),
     "a path": (
         "solve=../solve/glpk",

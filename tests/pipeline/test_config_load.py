@@ -29,6 +29,7 @@ from shardwright.pipeline.config.source import parse
 PROJECT = Path(__file__).parents[2]
 SOLVE = "conf/solve/glpk.yaml"
 SOLVE_KEYS = ", ".join(field.name for field in dataclasses.fields(Solve))
+BACKENDS, SOLVE_FILES = ", ".join(Backend), ", ".join(listing(PROJECT, "solve"))
 MAIN = "conf/config.yaml"
 TRAIN = "conf/train/adamw.yaml"
 CHOICES = "model: gpt_small\ndata: synthetic_tokens\ncluster: local_cpu\nsolve: glpk\ncheckpoint: rotor\ntrain: adamw\n"
@@ -161,17 +162,17 @@ VALUES = {
     "mandatory key": (
         SOLVE,
         "gap: 0.1\n",
-        "conf/solve/glpk.yaml:1:1: solve.backend: mandatory key is missing; give one of glpk, highs",
+        f"conf/solve/glpk.yaml:1:1: solve.backend: mandatory key is missing; give one of {BACKENDS}",
     ),
     "mandatory value": (
         SOLVE,
         "backend: ???\n",
-        "conf/solve/glpk.yaml:1:1: solve.backend: mandatory value is missing; give one of glpk, highs",
+        f"conf/solve/glpk.yaml:1:1: solve.backend: mandatory value is missing; give one of {BACKENDS}",
     ),
     "choice, near": (
         SOLVE,
         "backend: glpkk\n",
-        "conf/solve/glpk.yaml:1:1: solve.backend: got 'glpkk', expected one of glpk, highs; did you mean 'glpk'?",
+        f"conf/solve/glpk.yaml:1:1: solve.backend: got 'glpkk', expected one of {BACKENDS}; did you mean 'glpk'?",
     ),
     "choice, another word": (
         "conf/cluster/local_cpu.yaml",
@@ -181,7 +182,7 @@ VALUES = {
     "choice, far": (
         SOLVE,
         "backend: 7\n",
-        "conf/solve/glpk.yaml:1:1: solve.backend: got 7, expected one of glpk, highs",
+        f"conf/solve/glpk.yaml:1:1: solve.backend: got 7, expected one of {BACKENDS}",
     ),
     "text for a number": (
         SOLVE,
@@ -301,12 +302,12 @@ VALUES = {
     "precision": (
         "conf/model/gpt_small.yaml",
         "module: {_target_: a.b}\nbatch: {x: {dtype: int64, shape: [1]}}\nprecision: fp8\n",
-        "conf/model/gpt_small.yaml:3:1: model.precision: got 'fp8', expected one of fp32, bf16, amp",
+        f"conf/model/gpt_small.yaml:3:1: model.precision: got 'fp8', expected one of {', '.join(Precision)}",
     ),
     "precision as a number": (
         "conf/model/gpt_small.yaml",
         "module: {_target_: a.b}\nbatch: {x: {dtype: int64, shape: [1]}}\nprecision: 16\n",
-        "conf/model/gpt_small.yaml:3:1: model.precision: got 16, expected one of fp32, bf16, amp",
+        f"conf/model/gpt_small.yaml:3:1: model.precision: got 16, expected one of {', '.join(Precision)}",
     ),
     "device": (
         "conf/cluster/local_cpu.yaml",
@@ -443,12 +444,12 @@ def test_the_file_of_initial_weights(project: Path) -> None:
 CHOSEN = {
     "no such file": (
         "solve: cplex",
-        "conf/config.yaml:7:1: solve: there is no conf/solve/cplex.yaml; choose one of: glpk, highs",
+        f"conf/config.yaml:7:1: solve: there is no conf/solve/cplex.yaml; choose one of: {SOLVE_FILES}",
     ),
     "no such file, near": (
         "solve: high",
         "conf/config.yaml:7:1: solve: there is no conf/solve/high.yaml;"
-        " did you mean 'highs'? choose one of: glpk, highs",
+        f" did you mean 'highs'? choose one of: {SOLVE_FILES}",
     ),
     "path": (
         "solve: ../solve/glpk",

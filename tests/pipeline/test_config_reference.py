@@ -7,6 +7,7 @@ from pathlib import Path
 import yaml
 
 from shardwright.pipeline.base.stage import STAGES
+from shardwright.pipeline.config import Backend
 from shardwright.pipeline.config.__main__ import reference
 from shardwright.pipeline.config.check import fields_of, mandatory
 from shardwright.pipeline.config.schema import GROUPS
@@ -40,9 +41,9 @@ def test_the_keys_that_dvc_names_are_mandatory_and_those_of_the_stages() -> None
 
 
 def test_rows_tell_type_default_and_range() -> None:
-    page = reference()
+    page, backends = reference(), ", ".join(f"`{own}`" for own in Backend)
     assert "| `gap` | number | `1e-06` | >= 0 and < 1 | Relative gap" in page
-    assert "| `backend` | choice | required | `glpk`, `highs` | Program" in page
+    assert f"| `backend` | choice | required | {backends} | Program" in page
     assert "| `probe.repeats` | integer | `7` | from 3 to 1000 | Times" in page
     assert "| `batch.NAME.shape` | list of integers | required | not empty; each >= 1 | Size" in page
     assert "| `tracking.uri` | text or null | `null` |  | MLflow" in page

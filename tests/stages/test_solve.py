@@ -32,6 +32,7 @@ from shardwright.stages.solve.search.backends import glpk
 from shardwright.stages.solve.search.integer_program import best_prices, solve
 from shardwright.stages.solve.search.memory_price import Bounder
 from tests.graphs import (
+    BACKENDS,
     GRAPHS,
     SILENT,
     frontier_of,
@@ -56,7 +57,7 @@ def problem_of(graph, cluster, copies: float = 2.0):
     return build(Workload(graph, profile_graph(graph), cluster, copies))
 
 
-@pytest.mark.parametrize("backend", ["glpk", "highs"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_the_same_problem_gives_the_same_choices(backend):
     answers = []
     for _ in range(2):
@@ -66,11 +67,11 @@ def test_the_same_problem_gives_the_same_choices(backend):
     assert answers[0] == answers[1]
 
 
-def test_both_backends_agree_on_a_real_model():
+def test_the_backends_agree_on_a_real_model():
     problem, _, points = solved("mlp", gap=1e-9)
     for point in points:
         if point.peak < points[0].peak:
-            for backend in ("glpk", "highs"):
+            for backend in BACKENDS:
                 sweep = FrontierSearch(problem, solve_settings(backend), WHERE, SILENT)
                 assert sweep.within(point.peak).cost == pytest.approx(point.cost, rel=1e-6)
 

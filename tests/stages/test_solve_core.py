@@ -17,7 +17,7 @@ from shardwright.stages.solve.search.elimination import Elimination, Prices, Too
 from shardwright.stages.solve.search.integer_program import best_prices, solve, without_too_costly
 from shardwright.stages.solve.search.memory_price import Bounder
 from shardwright.stages.solve.search.restricted import restrict, without_dominated
-from tests.graphs import SILENT, solve_settings
+from tests.graphs import BACKENDS, SILENT, solve_settings
 from tests.problems import LENGTH, a_limit, best, every_plan, random_problem
 
 WHERE = "conf/solve/test.yaml"
@@ -46,7 +46,7 @@ def test_cost_and_peak_are_those_of_the_oracle(seed):
         assert problem.peak(picked) == pytest.approx(peak, rel=1e-12)
 
 
-@pytest.mark.parametrize("backend", ["glpk", "highs"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("part", range(30))
 def test_the_integer_program_finds_the_optimum(backend, part):
     for seed in SEEDS[part::30]:
@@ -86,7 +86,7 @@ def test_some_choices_are_dominated():
     assert dropped > 50
 
 
-@pytest.mark.parametrize("backend", ["glpk", "highs"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("part", range(10))
 def test_dropping_hopeless_choices_keeps_every_plan_as_good_as_the_known_one(backend, part):
     dropped = 0
@@ -170,7 +170,7 @@ def test_a_bound_is_below_every_plan_that_fits(seed):
             assert bounded.best.cost >= wanted - 1e-9
 
 
-@pytest.mark.parametrize("backend", ["glpk", "highs"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_the_best_prices(backend):
     """On a line the lowest plane is highest where two of them cross; a moment with room to spare costs nothing."""
     planes = [(1.0, (5.0,)), (2.0, (1.0,)), (4.0, (-3.0,))]

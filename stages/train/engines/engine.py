@@ -22,6 +22,7 @@ from shardwright.pipeline.runtime.programs.source import CannotEvaluate, load_pr
 from shardwright.pipeline.runtime.step.slices import Slices
 from shardwright.pipeline.user.batches import Batches
 from shardwright.pipeline.user.optimizer import build_optimizer
+from shardwright.pipeline.user.precision import type_of
 from shardwright.pipeline.user.weights import Shape, write_weights
 from shardwright.stages.train.job import Job
 from shardwright.stages.train.ranks.watchdog import Beat, unwatched, with_beats
@@ -146,9 +147,8 @@ class Engine(ABC):
         return build_optimizer(self.job["train"]["optimizer"], self.where("train", "optimizer"), parameters)
 
     def placed(self, tensor: Tensor) -> Tensor:
-        """On the device; floating numbers in bfloat16 where that is what is trained in."""
-        half = self.job["model"]["precision"] == "bf16" and tensor.is_floating_point()
-        return tensor.to(self.device, torch.bfloat16 if half else None)
+        """On the device; floating numbers in the type that is trained in."""
+        return tensor.to(self.device, type_of(tensor, self.job["model"]["precision"]))
 
     def on_device(self, batch: Batch) -> Batch:
         return {name: self.placed(tensor) for name, tensor in batch.items()}
