@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shardwright.pipeline.base.errors import TraceError
 from shardwright.pipeline.base.instantiate import TargetError, instantiate
 from shardwright.pipeline.config import Config, Precision, TensorSpec
-from shardwright.pipeline.user.precision import TYPES, type_of
+from shardwright.pipeline.user.precision import in_precision, type_of
 
 
 def fake_mode() -> FakeTensorMode:
@@ -27,7 +27,7 @@ def fake_mode() -> FakeTensorMode:
 def build_model(config: Config, mode: FakeTensorMode) -> nn.Module:
     where = f"conf/model/{config.choices['model']}.yaml: module"
     model = build_module(config.model.module, where)
-    return to_fake(model.to(dtype=TYPES.get(config.model.precision)), mode).train()
+    return to_fake(in_precision(model, config.model.precision), mode).train()
 
 
 def build_module(settings: Mapping[str, Any], where: str) -> nn.Module:

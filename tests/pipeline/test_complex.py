@@ -15,6 +15,7 @@ from shardwright.pipeline.runtime.pipelining.deferred_weight_grads import PRODUC
 from shardwright.pipeline.runtime.programs.collectives import in_memory
 from shardwright.pipeline.runtime.recompute.regather import StridedView
 from shardwright.pipeline.runtime.step.gradients import Clipping
+from shardwright.pipeline.user.precision import in_precision
 from shardwright.pipeline.user.weights import write_weights
 from shardwright.stages.train.ranks.safety import checksum
 from shardwright.stages.train.snapshots.writer import _Staging
@@ -88,3 +89,12 @@ def test_an_op_without_a_rule_is_tried_on_complex_numbers() -> None:
     """Of the trace, other dims may be split; summands add up."""
     found = find(example("aten.linalg_vecdot.default", t(6, 6, dtype="complex128"), t(6, 6, dtype="complex128")).view)
     assert any(str(one.outputs[0]) == "S(0)" for one in found) and any(str(one.outputs[0]) == "P" for one in found)
+
+
+def test_complex_buffers_keep_both_parts_where_weights_are_converted() -> None:
+    module = nn.Linear(2, 2)
+    module.register_buffer("turns", torch.tensor([1 + 2j]))
+    in_precision(module, "fp32")
+    assert module.weight.dtype is torch.float32
+    in_precision(module, "bf16")
+    assert module.weight.dtype is torch.bfloat16 and module.turns.item() == 1 + 2j

@@ -29,7 +29,7 @@ from shardwright.pipeline.ir.layout import Layout, S, replicated
 from shardwright.pipeline.runtime.programs.mesh import set_mesh, take_first
 from shardwright.pipeline.user.batches import Batches
 from shardwright.pipeline.user.loss import pick_loss
-from shardwright.pipeline.user.precision import TYPES
+from shardwright.pipeline.user.precision import in_precision
 from shardwright.pipeline.user.weights import Shape, match_names, open_weights, read_shard
 from shardwright.stages.train.data import held_out_batches
 from shardwright.stages.train.engines.engine import Batch, Engine, StateShard, unchanged
@@ -53,7 +53,7 @@ class SingleEngine(Engine):
             read_weights(module, Path(job["train"]["init_from"]), self.where("train", "init_from"))
         if self.stream:
             torch.manual_seed(job["train"]["seed"] + self.stream)
-        self.module = module.to(self.device, TYPES.get(job["model"]["precision"]))
+        self.module = in_precision(module, job["model"]["precision"]).to(self.device)
         self.called = self._wrapped()
         self.named = named_tensors(self.module)
         self.parameters = {name: t for name, t in self.named.items() if isinstance(t, nn.Parameter) and t.requires_grad}
