@@ -124,8 +124,7 @@ class ByPlanner:
         """Those that hold values and gradients alone, each once: fewer cannot do."""
         budget = self.config.solve.memory_budget_gb or self.config.cluster.memory_gb
         graph: OpGraph = self.planner.made("graph", self.config).body
-        half = self.config.model.precision.value == "bf16"
-        kept = sum(value.type.nbytes for value in graph.of_role(Role.PARAMETER)) * (1 if half else 2)
+        kept = 2 * sum(value.type.nbytes for value in graph.of_role(Role.PARAMETER))
         return 1 if budget is None else ceil(kept / (budget * 1e9))
 
     # ---- budget

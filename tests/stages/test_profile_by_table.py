@@ -196,8 +196,9 @@ def test_saved_bytes_are_what_autograd_keeps(graph, model, batch):
         lambda x: x.transpose(1, 2).reshape(32, 30).exp(),
         lambda x: x.permute(2, 0, 1).exp().permute(1, 0, 2).reshape(192, 5).exp(),
         lambda x: F.mse_loss(x, torch.sigmoid(x)),
+        lambda x: torch.atan2(x * 2.0, torch.sigmoid(x)), lambda x: torch.maximum(x * 2.0, x / 3),
     ],
-    ids=range(22),
+    ids=range(24),
 )  # fmt: skip
 def test_saved_bytes_op_by_op(function):
     """What is kept is a little more at most: an op that keeps a shape or a scalar is not told apart."""
