@@ -14,7 +14,8 @@ def _curve(name: str, function: str, *, by_output: bool = False) -> OpRule:
     """A non-linear function of one tensor, which backward needs its input or its output for."""
     return OpRule(
         f"aten.{name}", broadcast, _unless_more(call(function), 2) if name in FEWER else call(function),
-        saves_inputs=() if by_output else (0, 1), saves_output=by_output, keeps_order=True, masks_gradient=name in MASKS,
+        saves_inputs=() if by_output else (0, 1), saves_output=by_output, keeps_order=True,
+        masks_gradient=name in MASKS,
     )  # fmt: skip
 
 
