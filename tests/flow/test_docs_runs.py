@@ -159,7 +159,6 @@ def test_more_steps(project: Project, command: str) -> None:
     assert len(losses) == 50 and losses[-1] < losses[0]
 
 
-@pytest.mark.long
 @documented(f"{ENGINE}ddp")
 def test_another_engine(project: Project, command: str) -> None:
     assert experiment(project, command).stages == ["train"]
