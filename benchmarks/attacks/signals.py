@@ -142,9 +142,9 @@ def killed(root: Path, target: str, step: int) -> Outcome:
     shutil.rmtree(root / "tmp")  # with the steps of the killed run, which nobody removed
     again = Training(root)
     again.until(before + 1)
-    told = re.search(r"going on after (\d+) steps", again.log.read_text())
     again.stage.send_signal(signal.SIGTERM)
     again.ended()
+    told = re.search(r"going on after (\d+) steps", again.log.read_text())
     held = bool(told) and int(told[1]) >= before
     return Outcome(f"SIGKILL to {target} after step {step}", held, f"{before}: {again.log.read_text()}", lost=not held)
 
