@@ -133,7 +133,7 @@ def command(root: Path, *words: str) -> Took:
     process = subprocess.Popen(
         [sys.executable, "-m", "stages", *words],
         cwd=root,
-        env=environment(root),
+        env={**environment(root), "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 from shardwright.pipeline.base.log import Log, say
 from shardwright.pipeline.config import load_config
 from shardwright.pipeline.cost.pipelines.schedules import Pipeline
-from shardwright.pipeline.layouts.own import with_works
+from shardwright.pipeline.layouts.conf_model import with_works
 from shardwright.pipeline.layouts.planner_stages import PlannerStages
 from shardwright.pipeline.layouts.search import Wanted, search
 from shardwright.pipeline.layouts.sizes import LayoutError, LayoutModel, ParallelLayout, why_not

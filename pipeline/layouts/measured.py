@@ -13,7 +13,7 @@ from shardwright.pipeline.config.schema import OverlapMode
 from shardwright.pipeline.layouts.calibrate import MeasuredStep
 from shardwright.pipeline.layouts.planner_stages import PlannerStages
 from shardwright.pipeline.layouts.sizes import AttentionKernel, ParallelLayout, Transformer
-from shardwright.pipeline.layouts.traced import TransformerSource, Works
+from shardwright.pipeline.layouts.traced import TransformerTrace, Works
 from shardwright.pipeline.layouts.work import RecomputeMode
 
 COLUMNS = {
@@ -74,5 +74,5 @@ class AllWorks:
     def __call__(self, model: Transformer) -> Works:
         layer = replace(model, layers=1, batch=0)
         if layer not in self._made:
-            self._made[layer] = Works(TransformerSource(layer, self.config), self.stages)
+            self._made[layer] = Works(TransformerTrace(layer, self.config), self.stages)
         return self._made[layer]

@@ -229,12 +229,12 @@ def why_not(model: LayoutModel, layout: ParallelLayout) -> str | None:
     dp, tp, pp, chunks, micro, batch = (
         layout.dp, layout.tp, layout.pp, layout.chunks, layout.micro_batch, layout.batch,
     )  # fmt: skip
-    interleaved = layout.schedule is Pipeline.INTERLEAVED
+    misfit, interleaved = model.misfit(layout), layout.schedule is Pipeline.INTERLEAVED
     several = f"schedule={layout.schedule.value} with chunks={chunks}: interleaved has 2 or more, others 1"
     multiple = f"interleaved needs micro-batches ({layout.micro_batches}) that are a multiple of pp={pp}"
     rules = (
         ((chunks > 1) != interleaved, several),
-        (model.misfit(layout), model.misfit(layout)),
+        (misfit, misfit),
         (model.layers < pp, f"pp={pp} is more than layers={model.layers}"),
         (batch % (dp * micro), f"dp={dp} times micro_batch={micro} does not divide batch={batch}"),
         (layout.sequence_parallel and model.sequence % tp, f"tp={tp} does not divide the sequence"),

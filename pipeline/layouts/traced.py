@@ -33,7 +33,7 @@ SOME_LINK = LinkCost(1e-5, 1e11)
 SOME_CARD = Compute(Curve((1.0,), (1e14,)), 1e12, 1e-5, 1e-5)
 
 
-class Source(Protocol):
+class TraceSource(Protocol):
     """A model as it is traced: with few samples, and with twice as many."""
 
     @property
@@ -42,10 +42,10 @@ class Source(Protocol):
 
     def graph(self, attention: AttentionKernel, samples: int) -> OpGraph: ...
 
-    def counts(self, size: int) -> bool:
+    def holds_samples(self, size: int) -> bool:
         """Whether a dim of this size is of samples, where there are as few as that."""
 
-    def divides(self, tp: int) -> Hashable:
+    def layout_key(self, tp: int) -> Hashable:
         """Of tp that are alike in this the layouts are the same."""
 
     def blocks(self, graph: OpGraph, profile: Profile) -> EqualBlocks:
@@ -65,7 +65,7 @@ class _Slice:
 class Works:
     """Of one model, however many layers it has; everything is made once."""
 
-    source: Source
+    source: TraceSource
     stages: PlannerStages
     _traced: dict[tuple[AttentionKernel, int], tuple[OpGraph, Profile]] = field(default_factory=dict)
     _layouts: dict[tuple[Any, ...], Sharding] = field(default_factory=dict)
@@ -101,7 +101,7 @@ class Works:
 
     def _layout(self, own: _Slice, workload: Workload) -> Sharding:
         """Of the fewer samples."""
-        key = own.attention, own.split_sequence, self.source.divides(own.tp)
+        key = own.attention, own.split_sequence, self.source.layout_key(own.tp)
         if key not in self._layouts:
             self._layouts[key] = self.stages.tensor_parallel(workload, own.split_sequence)
         return self._layouts[key]
@@ -116,7 +116,7 @@ class Works:
 
 
 @dataclass(frozen=True)
-class TransformerSource:
+class TransformerTrace:
     """Two layers of it."""
 
     model: Transformer
@@ -129,10 +129,10 @@ class TransformerSource:
     def graph(self, attention: AttentionKernel, samples: int) -> OpGraph:
         return trace(on_gpu(self.config, module_settings(self.model, attention)), samples)
 
-    def counts(self, size: int) -> bool:
+    def holds_samples(self, size: int) -> bool:
         return size in counted(self.model, self.samples)
 
-    def divides(self, tp: int) -> Hashable:
+    def layout_key(self, tp: int) -> Hashable:
         model = self.model
         sizes = (model.heads, model.keys, model.feed, model.vocabulary, model.sequence, model.hidden, model.experts)
         return tuple(size % tp == 0 for size in sizes) if tp > 1 else ()
@@ -162,11 +162,11 @@ def counted(model: Transformer, samples: int) -> set[int]:
     return {samples * size for size in (1, model.sequence, model.heads, model.keys, rows)}
 
 
-def with_samples(sharding: Sharding, source: Source, times: int) -> Sharding:
+def with_samples(sharding: Sharding, source: TraceSource, times: int) -> Sharding:
     """The layouts for so many times the samples: a dim that is split inside its samples has more of them outside."""
 
     def state(own: State) -> State:
-        return replace(own, outer=times * own.outer) if source.counts(own.outer) else own
+        return replace(own, outer=times * own.outer) if source.holds_samples(own.outer) else own
 
     def layouts(every: Iterable[Layout]) -> tuple[Layout, ...]:
         return tuple(Layout(tuple(map(state, own.states))) for own in every)

@@ -13,7 +13,7 @@ Everything but the parameters grows in a straight line with the samples: two siz
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -26,6 +26,7 @@ from shardwright.pipeline.ir.cluster import COLLECTIVES
 from shardwright.pipeline.ir.graph import OpGraph, Role
 from shardwright.pipeline.ir.profile import Kernel
 from shardwright.pipeline.ir.program import Call, Convert, Step
+from shardwright.pipeline.ops.factors import once_per_graph
 from shardwright.pipeline.ops.rule import plain_view
 from shardwright.pipeline.ops.table import rule_of
 from shardwright.pipeline.sharding.conversions import conversion_of, made_again
@@ -76,10 +77,11 @@ class PartWork:
     output: float  # bytes that it gives to the next part
 
     @property
-    def ran(self) -> tuple[tuple[str, ...], ...]:
-        """Names of kernels and collectives of each pass."""
+    def ran(self) -> Hashable:
+        """Kernels, by name and dims of their tensors, and collectives of each pass."""
         passes = (self.forward, self.backward, *self.again.values())
-        return tuple((*(one.name for one in own.kernels), *(one.kind for one in own.collectives)) for own in passes)
+        kernels = tuple(tuple((one.name, *map(len, one.shapes)) for one in own.kernels) for own in passes)
+        return kernels, tuple(tuple(one.kind for one in own.collectives) for own in passes)
 
 
 @dataclass(frozen=True)
@@ -157,16 +159,17 @@ def _is_square(facts: ChainFacts, step: Step) -> bool:
         return False
     graph, op = facts.graph, facts.graph.op(step.op)
     made, read = (sum(one.numel for one in graph.types(names)) for names in (op.outputs, op.inputs))
-    return made > read and not any(_is_weight(graph, name) for name in op.inputs)
+    return made > read and weights_of(graph).isdisjoint(op.inputs)
 
 
-def _is_weight(graph: OpGraph, name: str) -> bool:
-    """A parameter, or what is made of parameters alone: a view, a cast."""
-    value = graph.values[name]
-    if value.role is not Role.RESULT:
-        return value.role is Role.PARAMETER
-    inputs = graph.op(value.origin).inputs
-    return bool(inputs) and all(_is_weight(graph, read) for read in inputs)
+@once_per_graph
+def weights_of(graph: OpGraph) -> frozenset[str]:
+    """Parameters and buffers, and what is made of these alone: views, casts."""
+    found = {value.name for role in (Role.PARAMETER, Role.BUFFER) for value in graph.of_role(role)}
+    for op in graph.ops:
+        if op.inputs and found.issuperset(op.inputs):
+            found.update(op.outputs)
+    return frozenset(found)
 
 
 # ------------------------------------------------------------------------------------------------ passes of one step

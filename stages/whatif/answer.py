@@ -52,7 +52,7 @@ class Answer:
 
     @classmethod
     def of_devices(cls, by: str, about: str, limit: FitLimit, most: int, rows: Sequence[Row]) -> Answer:
-        said = f"{limit.fits} devices are the fewest that fit"
+        said = f"{limit.fits} devices are the fewest that fit" if limit.fits != 1 else "one device is enough"
         if not limit.fits:
             tried = most if limit.fails is None else limit.fails
             said = f"up to {tried} devices do not fit" + (" (--most)" if tried == most else "")

@@ -9,8 +9,8 @@ from math import ceil
 from pathlib import Path
 
 from shardwright.pipeline.config import Config, load_config
+from shardwright.pipeline.layouts.conf_model import TracedModel, with_works
 from shardwright.pipeline.layouts.machine import Machine
-from shardwright.pipeline.layouts.own import OwnModel, with_works
 from shardwright.pipeline.layouts.planner_stages import PlannerStages
 from shardwright.pipeline.layouts.search import Wanted, candidates, described, search
 from shardwright.pipeline.layouts.sizes import LayoutError, ParallelLayout, Transformer, divisors
@@ -33,7 +33,7 @@ class ByLayouts:
     question: Question
     config: Config
     asked: Asked
-    model: Transformer | OwnModel
+    model: Transformer | TracedModel
     cluster: str
     machine: Machine
     works: Works  # of the model

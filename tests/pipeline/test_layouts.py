@@ -25,9 +25,9 @@ from shardwright.pipeline.cost.pipelines.play import Load, simulate
 from shardwright.pipeline.cost.pipelines.schedules import Pipeline, orders, sending_of
 from shardwright.pipeline.ir.cluster import Overlap
 from shardwright.pipeline.layouts.calibrate import FITTED, MeasuredStep, calibrated, predicted, with_shares
+from shardwright.pipeline.layouts.conf_model import with_works
 from shardwright.pipeline.layouts.machine import machine_of
 from shardwright.pipeline.layouts.measured import AllWorks
-from shardwright.pipeline.layouts.own import with_works
 from shardwright.pipeline.layouts.search import Wanted, candidates, search
 from shardwright.pipeline.layouts.sizes import (
     KNOWN,
@@ -517,7 +517,8 @@ def test_a_model_of_conf_costs_what_its_sizes_cost(sizes):
         assert found.bubble == pytest.approx(asked.bubble)
         assert 0.9 < found.mfu / asked.mfu < 1  # of the kernels: half of the pairs of causal attention
     assert {layout.tp for layout in candidates(own, 16, Wanted())} == {1, 2, 4, 8, 16}
-    assert "tp=3 divides no matrix of own" in str(why_not(own, ParallelLayout(1, 3, 1, 1, sizes.batch)))
+    assert why_not(own, ParallelLayout(1, 7, 1, 1, sizes.batch)) == "tp=7 divides no matrix of own"
+    assert why_not(own, ParallelLayout(1, 128, 1, 1, sizes.batch)) is None
 
 
 def test_a_model_without_equal_blocks_is_one_layer_but_for_its_loss():

@@ -20,7 +20,7 @@ from shardwright.pipeline.layouts.machine import machine_of
 from shardwright.pipeline.layouts.search import search
 from shardwright.pipeline.layouts.sizes import KNOWN, LayoutError
 from shardwright.pipeline.layouts.step import LayoutPrices
-from shardwright.pipeline.layouts.traced import TransformerSource, Works
+from shardwright.pipeline.layouts.traced import TransformerTrace, Works
 from shardwright.stages.command_line import main
 from shardwright.stages.commands import planner_stages
 from shardwright.stages.whatif.answer import STOPPED, SlowerLinks, table
@@ -162,7 +162,7 @@ ONE_HOST = ("model=gpt_7.5b", "cluster=dgx_a100")
 
 @pytest.fixture(scope="module")
 def prices():
-    works = Works(TransformerSource(MODEL, load_config(ROOT)), planner_stages())
+    works = Works(TransformerTrace(MODEL, load_config(ROOT)), planner_stages())
     return LayoutPrices(MODEL, works, machine_of(load_part(ROOT, "cluster", "dgx_a100"), works.stages, "dgx_a100"))
 
 
@@ -182,7 +182,7 @@ def fits(prices):
 
 def of_sequence(prices, sequence):
     model = replace(MODEL, sequence=sequence)
-    return replace(prices, model=model, works=Works(TransformerSource(model, load_config(ROOT)), prices.works.stages))
+    return replace(prices, model=model, works=Works(TransformerTrace(model, load_config(ROOT)), prices.works.stages))
 
 
 @pytest.mark.long

@@ -19,17 +19,17 @@ from shardwright.pipeline.layouts.sizes import (
     Transformer,
     parameters_in_words,
 )
-from shardwright.pipeline.layouts.traced import LEAST_SAMPLES, TransformerSource, Works, on_gpu
+from shardwright.pipeline.layouts.traced import LEAST_SAMPLES, TransformerTrace, Works, on_gpu
 from shardwright.pipeline.layouts.words import ConfModel
 from shardwright.pipeline.layouts.work import Pass
 from shardwright.pipeline.tracing.shortened import EqualBlocks, equal_blocks
 from shardwright.pipeline.tracing.trace import trace
 
-MOST_SLICES = 64
+MOST_SLICES = 64  # that a search tries
 
 
 @dataclass(frozen=True, eq=False)
-class OwnModel:
+class TracedModel:
     """Both what is divided among devices, and how it is traced."""
 
     name: str
@@ -38,7 +38,7 @@ class OwnModel:
     _graphs: dict[int, OpGraph] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, named: ConfModel, config: Config) -> OwnModel:
+    def of(cls, named: ConfModel, config: Config) -> TracedModel:
         return cls(named.name, on_gpu(config, replace(named.settings, precision=Precision.bf16)), named.batch)
 
     def __str__(self) -> str:
@@ -48,7 +48,7 @@ class OwnModel:
 
     @property
     def layers(self) -> int:
-        return self.run.count
+        return self.repeated.count
 
     @cached_property
     def sequence(self) -> int:
@@ -58,7 +58,7 @@ class OwnModel:
 
     @cached_property
     def tied(self) -> bool:
-        first, end = self.run.first, self.run.first + self.run.length * self.run.count
+        first, end = self.repeated.first, self.repeated.first + self.repeated.length * self.repeated.count
         read = [self._parameters_of(links) for links in (range(first), range(end, len(self._least.chain)))]
         return bool(read[0] & read[1])
 
@@ -69,12 +69,17 @@ class OwnModel:
     @cached_property
     def slices(self) -> list[int]:
         """Powers of two that divide a matrix."""
-        sizes = set(chain(*(v.type.shape for v in self._least.of_role(Role.PARAMETER) if len(v.type.shape) > 1)))
-        powers = (1 << n for n in range(MOST_SLICES.bit_length()))
-        return [tp for tp in powers if tp == 1 or any(size % tp == 0 for size in sizes)]
+        return [tp for tp in (1 << n for n in range(MOST_SLICES.bit_length())) if self._divides_a_matrix(tp)]
 
     def misfit(self, layout: ParallelLayout) -> str | None:
-        return None if layout.tp in self.slices else f"tp={layout.tp} divides no matrix of {self.name}"
+        return None if self._divides_a_matrix(layout.tp) else f"tp={layout.tp} divides no matrix of {self.name}"
+
+    def _divides_a_matrix(self, tp: int) -> bool:
+        return tp == 1 or any(size % tp == 0 for size in self._sizes_of_matrices)
+
+    @cached_property
+    def _sizes_of_matrices(self) -> set[int]:
+        return set(chain(*(v.type.shape for v in self._least.of_role(Role.PARAMETER) if len(v.type.shape) > 1)))
 
     # ---- how it is traced
 
@@ -92,14 +97,14 @@ class OwnModel:
             self._graphs[samples] = trace(self.config, samples)
         return self._graphs[samples]
 
-    def counts(self, size: int) -> bool:
+    def holds_samples(self, size: int) -> bool:
         return size % self.samples == 0
 
-    def divides(self, tp: int) -> Hashable:
+    def layout_key(self, tp: int) -> Hashable:
         return tp
 
     def blocks(self, graph: OpGraph, profile: Profile) -> EqualBlocks:
-        return self.run
+        return self.repeated
 
     def flops(self, layout: ParallelLayout, parts_of: PartsOf) -> tuple[float, float]:
         parts = parts_of(layout.attention, 1, False, layout.micro_batch)
@@ -109,7 +114,7 @@ class OwnModel:
         return once / layout.micro_batch, (once + again) / layout.micro_batch
 
     @cached_property
-    def run(self) -> EqualBlocks:
+    def repeated(self) -> EqualBlocks:
         """The equal blocks that most ops are in; a model without any is one block, but for its loss."""
         links = self._least.chain
         found = equal_blocks([link.block for link in links])
@@ -138,10 +143,10 @@ class OwnModel:
 
 def with_works(
     model: Transformer | ConfModel, config: Config, stages: PlannerStages
-) -> tuple[Transformer | OwnModel, Works]:
+) -> tuple[Transformer | TracedModel, Works]:
     if isinstance(model, Transformer):
-        return model, Works(TransformerSource(model, config), stages)
-    own = OwnModel.of(model, config)
+        return model, Works(TransformerTrace(model, config), stages)
+    own = TracedModel.of(model, config)
     return own, Works(own, stages)
 
 
