@@ -226,7 +226,8 @@ def test_the_largest_that_fits(project: Project, command: str) -> None:
 
 @documented("shardwright whatif devices", f"shardwright whatif devices {TIGHT}")
 def test_the_fewest_devices(project: Project, command: str) -> None:
-    assert re.search(r"^(one device is enough|2 devices are the fewest that fit)$", whole_answer(project, command), re.MULTILINE)
+    told = r"^(one device is enough|2 devices are the fewest that fit)$"
+    assert re.search(told, whole_answer(project, command), re.MULTILINE)
 
 
 @documented("shardwright whatif budget cluster=preset_cpu model=mlp")
