@@ -7,6 +7,7 @@ the same stage and loop with `engine: single`: the module as it is, with every b
     eager      cuda_graphs: false
     compiled   compile: true, cuda_graphs: false
     graphs     compile: true, cuda_graphs: auto, which captures such a step
+    fused      eager, with the optimizer's fused kernels
 
 Milliseconds and peak are those of runs/train/report.json, the first step is what a user waits for it from the command
 on. A plan is held against the fastest peer that fits its budget: eager ones against eager peers, others against all.
@@ -35,14 +36,14 @@ from typing import Any, TypeVar
 
 from benchmarks.gpu_path_models import EAGER_WAYS, WAYS
 from benchmarks.gpu_path_project import Failed, Project
-from benchmarks.gpu_path_report import State, met, report
+from benchmarks.gpu_path_report import EAGER_FORMS, State, met, report
 
 GPU = {"source": "probe", "device": "cuda", "devices": 1, "memory_gb": None}
 # Model, precision: the shares of each form, in percent.
 PROJECTS: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {
-    ("qwen3-0.6b", "amp"): {"eager": (100, 75, 60), "compiled": (50,), "graphs": (75, 50, 35)},
+    ("qwen3-0.6b", "amp"): {"eager": (100, 75, 60), "compiled": (50,), "graphs": (75, 50, 35), "fused": (100,)},
     ("gpt2-medium", "amp"): {"eager": (75, 50, 35), "compiled": (35,), "graphs": (50,)},
-    ("llama-1b", "bf16"): {"eager": (100, 75)},
+    ("llama-1b", "bf16"): {"eager": (100, 75), "fused": (100,)},
     ("bert-large", "bf16"): {"eager": (100, 50)},
     ("vit-large", "amp"): {"eager": (100, 50), "graphs": (50,)},
     ("t5-base", "fp32"): {"eager": (100, 50)},
@@ -96,10 +97,13 @@ def measure(
         for form, shares in forms.items()
         for share in shares
     ]
-    wanted = [p for p in points if all(w in p.name for w in words) and p.name not in bench.state["points"]]
-    compared = {p.project for p in points if p.form != "eager"}  # with all peers, in whatever order points are measured
+    asked = [p for p in points if all(w in p.name for w in words)]
+    wanted = [p for p in asked if p.name not in bench.state["points"]]
+    compared = {
+        p.project for p in points if p.form not in EAGER_FORMS
+    }  # with all peers, in whatever order points are measured
     bench.prepare(wanted)
-    for name in dict.fromkeys(point.project for point in wanted):
+    for name in dict.fromkeys(point.project for point in asked):
         for way in ways:
             if way in EAGER_WAYS or name in compared:
                 bench.measure_peer(name, way)

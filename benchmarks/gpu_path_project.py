@@ -20,6 +20,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "eager": {"cuda_graphs": False},
     "compiled": {"compile": True, "cuda_graphs": False},
     "graphs": {"compile": True, "cuda_graphs": "auto"},
+    "fused": {"cuda_graphs": False},
 }
 
 
@@ -54,7 +55,7 @@ class Project:
                 "steps": STEPS,
                 "engine": engine,
                 "resume": "never",
-                "optimizer": {"_target_": "torch.optim.AdamW", "lr": 1e-5},
+                "optimizer": {"_target_": "torch.optim.AdamW", "lr": 1e-5, "fused": self.form == "fused" or None},
             },
         }
         for group, content in files.items():
@@ -116,6 +117,7 @@ class Project:
         return {
             "ms": 1e3 * body["median_step_seconds"],
             "busy_ms": compared.get("compute_ms", {}).get("measured"),
+            "optimizer_ms": compared.get("optimizer_ms", {}).get("measured"),
             "peak": max(body["peak_bytes"]),
             "loss": body["losses"][-1],
             "first_s": round(first or 0.0, 2),
@@ -140,7 +142,8 @@ class Project:
         told = body["prediction"]
         regions = [region for partition in body["partitions"] for region in partition["regions"]]
         kept = any(region["recompute"] or (region["compiled"] or 1.0) < 1.0 for region in _all(regions))
-        return {"ms": 1e3 * told["step_seconds"], "peak": told["peak_bytes"]}, kept
+        seconds = {"ms": told["step_seconds"], "optimizer_ms": told["optimizer_seconds"]}
+        return {name: 1e3 * value for name, value in seconds.items()} | {"peak": told["peak_bytes"]}, kept
 
 
 def _all(regions: list[dict[str, Any]]) -> list[dict[str, Any]]:

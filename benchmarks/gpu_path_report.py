@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks.gpu_path_models import EAGER_WAYS
 
+EAGER_FORMS = ("eager", "fused")
 NOISE = 1.02  # of a step
 BARS = {
     "over_budget": 0,
@@ -22,6 +23,7 @@ BARS = {
     "geomean_eager": 0.97,
     "geomean_compiled": 0.87,
     "first_step_over_peer_s": 10.0,
+    "optimizer_error_fused": 0.1,
 }
 HEAD = ("budget GB", "peak", "predicted", "step ms", "predicted", "first s")
 LEAST_USED = 0.95  # of a budget, where something is recomputed
@@ -55,20 +57,26 @@ def judged(one: dict[str, Any], peers: dict[str, Any]) -> dict[str, Any]:
     fitting = {
         way: peer["ms"]
         for way, peer in known.items()
-        if peer["peak"] <= one["budget"] and (way in EAGER_WAYS or one["form"] != "eager")
+        if peer["peak"] <= one["budget"] and (way in EAGER_WAYS or one["form"] not in EAGER_FORMS)
     }
     best = min(fitting, key=lambda way: fitting[way], default=None)
-    alike = known.get("plain" if one["form"] == "eager" else "compile")
+    alike = known.get("plain" if one["form"] in EAGER_FORMS else "compile")
     return {
         "form": one["form"],
         "recomputes": one["recomputes"],
         "used": measured["peak"] / one["budget"],
         "peak_error": abs(one["predicted"]["peak"] / measured["peak"] - 1),
         "step_error": abs(one["predicted"]["ms"] / measured["ms"] - 1),
+        "optimizer_error": _optimizer_error(one),
         "best": best,
         "ratio": None if best is None else measured["ms"] / fitting[best],
         "first_over": None if alike is None else measured["first_s"] - alike["first_s"],
     }
+
+
+def _optimizer_error(one: dict[str, Any]) -> float | None:
+    measured = one["measured"].get("optimizer_ms")
+    return abs(one["predicted"]["optimizer_ms"] / measured - 1) if measured else None
 
 
 def figures(rows: list[dict[str, Any]], failed: int) -> dict[str, Any]:
@@ -83,9 +91,10 @@ def figures(rows: list[dict[str, Any]], failed: int) -> dict[str, Any]:
         "step_error_median": _middle(row["step_error"] for row in rows),
         "step_error_worst": _largest(row["step_error"] for row in rows),
         "slower_than_best_peer": sum(ratio > NOISE for ratio in ratios),
-        "geomean_eager": _geomean(row["ratio"] for row in rows if row["form"] == "eager"),
-        "geomean_compiled": _geomean(row["ratio"] for row in rows if row["form"] != "eager"),
+        "geomean_eager": _geomean(row["ratio"] for row in rows if row["form"] in EAGER_FORMS),
+        "geomean_compiled": _geomean(row["ratio"] for row in rows if row["form"] not in EAGER_FORMS),
         "first_step_over_peer_s": _largest((row["first_over"] for row in rows), 1),
+        "optimizer_error_fused": _largest(row["optimizer_error"] for row in rows if row["form"] == "fused"),
         "least_used": round(min(used), 4) if used else None,
     }
 

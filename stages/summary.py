@@ -74,6 +74,7 @@ def _compared(report: Report) -> list[tuple[str, str, str, str]]:
     shown = {
         "step_ms": ("step", "{:.2f} ms"),
         "compute_ms": ("- compute", "{:.2f} ms"),
+        "optimizer_ms": ("  - of it the optimizer", "{:.2f} ms"),
         "communication_ms": ("- communication", "{:.2f} ms"),
         "bubble_ms": ("- bubble", "{:.2f} ms"),
         "other_ms": ("- other", "{:.2f} ms"),

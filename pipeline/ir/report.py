@@ -15,6 +15,7 @@ class Breakdown:
     hidden_seconds: float  # of communication while something was computed, and in `compute_seconds`
     other_seconds: float
     bubble_seconds: float = 0.0  # of a pipeline: while nothing was computed and a partition waited for another
+    optimizer_seconds: float = 0.0  # of the computing
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ HOLE_NS = 100_000  # between two ops it is the program's own time: no collective
 GPU_HOLE_NS = 4_000  # between two kernels that the host has issued in time; else the GPU waits for it
 _COLLECTIVES = ("gloo:", "nccl:", "nccldevkernel", "ncclkernel")
 _MESSAGES = ("gloo:send", "gloo:recv", "nccldevkernel_sendrecv", "ncclkernel_sendrecv")
+_OPTIMIZER = "Optimizer.step#"  # of torch, around the step of any optimizer
 _EXCHANGE = "nccl:all_to_all"  # a label around the same kernels
 _NOT_OPS = ("autograd::", "c10d::", "profiler::", "record_param_comms")
 
@@ -100,6 +101,7 @@ def break_down(events: list[ProfiledEvent], on_gpu: bool) -> Breakdown:
     labels = [event for event in events if event.on_gpu == on_gpu and (event.is_label or not on_gpu)]
     across = joined(label.span for label in labels if label.name == ACROSS)
     exchanges = joined(label.span for label in labels if label.name.startswith(_EXCHANGE if on_gpu else AROUND))
+    updates = joined(label.span for label in labels if label.name.startswith(_OPTIMIZER))
     messages = joined(event.span for event in collectives if event.is_message)
     others = joined(event.span for event in collectives if not event.is_message)
     inside = without(joined([*others, *within(messages, exchanges)]), across)
@@ -111,6 +113,7 @@ def break_down(events: list[ProfiledEvent], on_gpu: bool) -> Breakdown:
         hidden_seconds=hidden / 1e9,
         other_seconds=(length(whole) - length(busy) - length(alone)) / 1e9,
         bubble_seconds=(length(alone) - communication) / 1e9,
+        optimizer_seconds=length(within(busy, updates)) / 1e9,
     )
 
 

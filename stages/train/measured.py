@@ -38,13 +38,14 @@ def compare(
         computing = prediction.compute_seconds + prediction.recompute_seconds + prediction.optimizer_seconds
         parts = {
             "compute_ms": (of_median.compute_seconds, computing),
+            "optimizer_ms": (of_median.optimizer_seconds, prediction.optimizer_seconds),  # which is in it
             "communication_ms": (of_median.communication_seconds, prediction.communication_seconds),
             "bubble_ms": (of_median.bubble_seconds, prediction.bubble_seconds),
             "other_ms": (of_median.other_seconds, prediction.host_seconds),
         }
-        if not any(parts["bubble_ms"]):  # no pipeline
-            del parts["bubble_ms"]
-        rows += [_compared(name, measured * 1e3, told * 1e3) for name, (measured, told) in parts.items()]
+        optional = {"bubble_ms", "optimizer_ms"}  # not of every step
+        shown = {name: both for name, both in parts.items() if any(both) or name not in optional}
+        rows += [_compared(name, measured * 1e3, told * 1e3) for name, (measured, told) in shown.items()]
     highest = max(measured for measured, _ in peaks), prediction.peak_bytes
     named = {"peak_mb": highest, **{f"peak_mb_rank_{rank}": peak for rank, peak in enumerate(peaks)}}
     return (*rows, *(_compared(name, measured / 1e6, told / 1e6) for name, (measured, told) in named.items()))

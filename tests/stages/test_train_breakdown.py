@@ -91,8 +91,11 @@ def test_the_parts_of_a_step_on_a_gpu_are_those_of_its_kernels() -> None:
         event("ncclDevKernel_AllReduce_Sum_f32", 3, 6, 8, on_gpu=True),
         replace(event(STEP, 0, 10, 7, on_gpu=True), is_label=True),
         replace(event("nccl:all_reduce", 0, 9, 8, on_gpu=True), is_label=True),
+        event("Optimizer.step#AdamW.step", 0, 1),
+        replace(event("Optimizer.step#AdamW.step", 2, 8, 7, on_gpu=True), is_label=True),
     ]
-    assert break_down(events, on_gpu=True) == Breakdown(0.010, 0.003, 0.002, 0.001, 0.005)
+    found = Breakdown(0.010, 0.003, 0.002, 0.001, 0.005, optimizer_seconds=0.002)
+    assert break_down(events, on_gpu=True) == found
     late = [events[0], *(event("add", begin, begin + 1, 7, on_gpu=True) for begin in (1.0, 2.003, 3.05))]
     assert break_down(late, on_gpu=True).compute_seconds == pytest.approx(0.003003)  # the last was issued too late
 
@@ -151,12 +154,13 @@ def test_of_a_pipeline_the_busiest_rank_is_told() -> None:
 
 def test_parts_are_compared_on_the_scale_of_the_median_step() -> None:
     prediction = Prediction(0.010, 2_000_000, 0, 0.004, 0.002, 0.001, 0.001)
-    breakdown = Breakdown(0.040, 0.024, 0.012, 0.001, 0.004)
+    breakdown = Breakdown(0.040, 0.024, 0.012, 0.001, 0.004, optimizer_seconds=0.004)
     peaks = [(1_000_000, 2_000_000), (3_000_000, 1_000_000)]  # of a pipeline ranks have peaks of their own
     rows = {row.what: row for row in compare(prediction, 0.020, 8, peaks, breakdown)}
     parts = [rows[name].measured for name in ("compute_ms", "communication_ms", "other_ms")]
     assert parts == pytest.approx([12.0, 6.0, 2.0]) and sum(parts) == pytest.approx(rows["step_ms"].measured)
     assert rows["compute_ms"].ratio == pytest.approx(2.0) and rows["communication_ms"].ratio == pytest.approx(3.0)
+    assert rows["optimizer_ms"].ratio == pytest.approx(2.0)
     assert rows["samples_per_second"].ratio == pytest.approx(0.5) and rows["other_ms"].ratio is None
     assert [rows[f"peak_mb{rank}"].ratio for rank in ("", "_rank_0", "_rank_1")] == pytest.approx([1.5, 0.5, 3.0])
     assert [row.what for row in compare(prediction, 0.020, 8, [(1, 1)], None)] == [
@@ -259,7 +263,7 @@ def test_a_real_step_in_its_parts(tmp_path: Path) -> None:
     assert found.compute_seconds + found.communication_seconds + found.other_seconds == pytest.approx(
         found.step_seconds
     )
-    assert found.bubble_seconds == 0.0
+    assert found.bubble_seconds == 0.0 and 0 < found.optimizer_seconds < found.compute_seconds
     trace = json.loads((tmp_path / "trace-rank0.json").read_text())
     names = {entry.get("name") for entry in trace["traceEvents"]}
     assert {STEP, "aten::addmm", "gloo:all_reduce"} <= names
