@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from shardwright.pipeline.base.errors import ShardwrightError
 
@@ -90,9 +91,14 @@ class Chain:
 
     def options(self, i: int) -> tuple[Option, ...]:
         """What link i (or the loss) offers for F_all; the index is `Op.option`."""
-        if i == self.length:
-            return (Option(0, self.b[i], 0, 0, self.bt[i]),)
-        return (Option(self.f[i], self.b[i], self.saved[i], self.ft[i], self.bt[i]), *self.more[i])
+        return self._options[i]
+
+    @cached_property
+    def _options(self) -> tuple[tuple[Option, ...], ...]:
+        """Made once: a schedule that is played asks for them hundreds of thousands of times."""
+        own = map(Option, self.f, self.b, self.saved, self.ft, self.bt)
+        loss = Option(0, self.b[self.length], 0, 0, self.bt[self.length])
+        return (*((first, *more) for first, more in zip(own, self.more, strict=True)), (loss,))
 
     def option(self, i: int, number: int) -> Option:
         """One of them, or how the link is run as the last of a region (`LAST`)."""
