@@ -24,7 +24,9 @@ from shardwright.pipeline.launch.work_folder import LaunchFailed, WorkFolder, re
 RANK = """
 import json, os, signal, sys, time
 from pathlib import Path
-from shardwright.pipeline.launch.rank import end_after_cause, follow_parent, forget_error, report_error, restart_count
+from shardwright.pipeline.launch.rank import (
+    end_after_cause, error_path, follow_parent, forget_error, report_error, restart_count
+)
 
 work = Path(sys.argv[1])
 job = json.loads((work / "job.json").read_text())
@@ -35,7 +37,8 @@ mode = job["mode"]
 if mode == "report" and rank == 0:
     (work / "result.json").write_text(json.dumps({"threads": os.environ["OMP_NUM_THREADS"], "got": job["payload"]}))
 elif mode == "fail":  # rank 1 is the cause, rank 0 only notices
-    time.sleep(0.0 if rank else 0.3)
+    while not (rank or error_path(work, 1).exists()):
+        time.sleep(0.05)  # the files tell by their times which was first
     report_error(work, rank, "ValueError: the\\ncause" if rank else "RuntimeError: a peer is gone")
     sys.exit(1)
 elif mode == "raise":  # one rank alone: what two write at once is mixed in the log
