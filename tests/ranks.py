@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import pickle
 import tempfile
 import traceback
 import warnings
@@ -59,7 +60,7 @@ def run_ranks(
 def _receive(rank: int, pipe: Any, limit_s: float) -> Any:
     assert pipe.poll(limit_s), f"rank {rank} did not answer within {limit_s} s"
     try:
-        result, error = pipe.recv()
+        result, error = pickle.loads(pipe.recv_bytes())
     except EOFError:
         raise AssertionError(f"rank {rank} died without a word") from None
     assert not error, f"rank {rank}:\n{error}"
@@ -84,10 +85,15 @@ def _rank(
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             set_mesh({AXIS: ranks})
-            pipe.send((function(*arguments), ""))
+            _send(pipe, function(*arguments), "")
         dist.barrier()
     except Exception:  # whatever a test raises is shown by the process that waits for it
-        pipe.send((None, traceback.format_exc()))
+        _send(pipe, None, traceback.format_exc())
     finally:
         dist.destroy_process_group()
         pipe.close()
+
+
+def _send(pipe: Any, result: Any, error: str) -> None:
+    """By value: `pipe.send` would share tensors, and ask a rank for them that may have ended by then."""
+    pipe.send_bytes(pickle.dumps((result, error)))
