@@ -70,7 +70,7 @@ def end(number, frame):
     sys.exit(1)
 signal.signal(signal.SIGTERM, end)
 open("begun", "w").close()
-time.sleep(60)
+time.sleep(600)
 """
 LIKE_DVC = "import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-m', 'stages']).returncode)"
 
