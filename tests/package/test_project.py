@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from configparser import ConfigParser
 from pathlib import Path
@@ -76,6 +77,24 @@ def test_stages_depend_on_the_version_and_not_on_source(project):
         assert not [dep for dep in stage["deps"] if dep.startswith(("pipeline", "stages"))], name
         for key in ("params", "outs", "metrics"):
             assert stage.get(key) == ours[name].get(key), name
+
+
+def test_pages_that_a_project_names_can_be_read(project, capsys):
+    every = "".join(texts(project).values())
+    assert not re.findall(r"docs/[a-z-]+\.md", every)
+    named = set(re.findall(r"`shardwright docs ([a-z-]+)`", every))
+    assert {"configuration", "constraints", "price"} <= named
+    for page in named:
+        assert main_in(project, "docs", page) == 0
+        assert capsys.readouterr().out == (SOURCE / f"docs/{page}.md").read_text()
+    assert main_in(project, "docs", "docs/fit.md") == main_in(project, "docs") == 0
+    told = capsys.readouterr().out
+    assert told.startswith("# Does it fit?") and "what-if               What if\n" in told
+    assert main_in(project, "docs", "confguration") == 2
+    assert (
+        capsys.readouterr().err
+        == "error: shardwright docs: there is no page confguration; did you mean 'configuration'?\n"
+    )
 
 
 def test_asked_again_it_changes_nothing(project, capsys):
