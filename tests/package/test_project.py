@@ -231,6 +231,29 @@ def test_a_project_of_0_1_0_is_brought_forward(old, capsys):
     assert "nothing to do" in capsys.readouterr().out
 
 
+def test_a_copied_makefile_calls_the_commands_of_today(old, capsys):
+    before = (old / "Makefile").read_text()
+    (old / "train.sbatch").write_text("srun python -m stages.train.worker\n")
+    (old / "stages").mkdir()
+    for name in ("stages/__init__.py", "stages/run.sh"):
+        (old / name).write_text("python -m stages run\n")
+    assert main_in(old, "upgrade") == 0
+    told = capsys.readouterr().out
+    now = (old / "Makefile").read_text()
+    assert "run: setup\n\t@shardwright run\n" in now and "@python -m shardwright.pipeline.config >" in now
+    assert now == before.replace("python -m stages ", "shardwright ").replace("-m pipeline", "-m shardwright.pipeline")
+    assert "-\t@python -m stages run" in told and "+\t@shardwright run" in told
+    assert f"Makefile: it installs this copy, of the older version: let it install shardwright {__version__}\n" in told
+    assert "train.sbatch: `python -m stages` is `shardwright` now" in told and "run.sh" not in told
+
+
+def test_a_makefile_of_a_project_of_today_is_the_users(project):
+    (project / "Makefile").write_text("run:\n\tpython -m stages run\n")
+    edit(project / FILE, f'version: "{__version__}"', 'version: "0.1.9"')
+    assert upgrade.run(project, only_show=False) == 0
+    assert "python -m stages run" in (project / "Makefile").read_text()
+
+
 def test_stages_of_the_user_stay(old):
     own = "  plot:\n    cmd: python plot.py  # mine\n    deps:\n      - runs/train/report.json\n"
     own += "plots:\n  - mine.csv\n  - loss:\n      x: an older one\n  - rate:\n      x: step\n"
