@@ -196,6 +196,11 @@ class PlannedOnObjects(OnObjects, PlannedEngine):
             what = f"{self.done} of the {self.passes} backward passes of the plan's step have run"
             raise TrainError(what, where="optimizer.step()", remedy="run forward and backward for each before it")
 
+    def step(self, first: Batch, later: list[Batch]) -> float:
+        """All of it, by `model.step`; gradients of a backward pass before it are dropped."""
+        self.drop_gradients()
+        return super().step(first, later)
+
     def before_step(self) -> None:
         self.require_gradients()
         self.split.unmark()

@@ -273,6 +273,8 @@ def norms_of_shards(files: dict[str, str]) -> None:
         assert all(type(p.grad) in (Tensor, type(None)) for p in (*stepped, *own.parameters()))
         states = [one for state in optimizer.state.values() for one in state.values()]
         assert states and all(type(one) is Tensor for one in states)
+        own(**batches()[1]).backward()
+        own.step(batches()[1], optimizer)  # the gradients before it are dropped
 
 
 def saving(files: dict[str, str], folder: str) -> dict[str, Result]:
