@@ -3,8 +3,8 @@
 From Python: `import shardwright as sw`, then `sw.plan`, `sw.parallelize` and what stands beside them in `_OFFERED`
 (docs/python.md). Each is imported when it is asked for: `import shardwright` alone brings no torch.
 
-In a checkout `pipeline`, `stages`, `conf` and `seven_stages.yaml` (dvc.yaml, by a name that DVC does not look for) are
-links to what lies beside this folder; a wheel has them here.
+In a checkout `pipeline`, `stages`, `conf`, `docs` and `seven_stages.yaml` (dvc.yaml, by a name that DVC does not look
+for) are links to what lies beside this folder; a wheel has them here.
 """
 
 from importlib import import_module

@@ -95,6 +95,16 @@ def upgrade(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     return brought(root, arguments.show)
 
 
+@command(
+    "print a page of the docs; without a name the list",
+    argument("page", nargs="?", help="as `fit` or docs/fit.md"),
+)
+def docs(root: Path, arguments: argparse.Namespace, log: Log) -> int:
+    from shardwright.stages.pages import show
+
+    return show(arguments.page)
+
+
 @command("check the configuration: files, classes, one item of the data, devices")
 def check(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     from shardwright.pipeline.config import read_draft
@@ -231,7 +241,7 @@ def planner_stages() -> PlannerStages:
 
 
 @command(
-    "price layouts on a cluster without solving: dp=8 tp=4 pp=2 micro_batch=2, or search (docs/price.md)",
+    "price layouts on a cluster without solving: dp=8 tp=4 pp=2 micro_batch=2, or search (`docs price`)",
     argument("words", nargs="*", metavar="name=value", help="what is given; `search` frees the rest"),
 )
 def price(root: Path, arguments: argparse.Namespace, log: Log) -> int:
@@ -246,7 +256,7 @@ def price(root: Path, arguments: argparse.Namespace, log: Log) -> int:
 
 
 @command(
-    "take what was measured into the predictions to come: runs of this project, or a CSV of steps (docs/price.md)",
+    "take what was measured into the predictions to come: runs of this project, or a CSV of steps (`docs price`)",
     argument("files", type=Path, nargs="*", metavar="RUN", help="folder or report.json of a run, or a CSV (runs/)"),
     argument("--cluster", help="on which it was measured (that of conf/config.yaml)"),
     argument("--recompute", choices=("none", "selective", "full"), default="none", help="of the CSV's steps (none)"),
@@ -270,7 +280,7 @@ def _described(settings: ClusterSettings) -> Cluster:
 
 
 @command(
-    "say what was chosen, what else there was, and why not (docs/explain.md)",
+    "say what was chosen, what else there was, and why not (`docs explain`)",
     argument("name", nargs="?", help="a module (also with *), parameter, tensor or op; none: the plan"),
     argument("--solve", action="store_true", help="solve all else again with each option fixed"),
     argument("--seconds", type=_positive, default=5, help="that each of these may take (5)"),
@@ -297,7 +307,7 @@ def explain(root: Path, arguments: argparse.Namespace, log: Log) -> int:
 
 
 @command(
-    "answer what would happen: batch, sequence, devices, budget, link, clusters (docs/what-if.md)",
+    "answer what would happen: batch, sequence, devices, budget, link, clusters (`docs what-if`)",
     argument("question", choices=QUESTIONS, help="; ".join(f"{n}: {what}" for n, what in QUESTIONS.items())),
     argument("words", nargs="*", metavar="name=value", help="settings, or a transformer as `price` takes it"),
     argument("--step", type=_positive, help="batch and sequence: what the answer is a multiple of"),
@@ -318,7 +328,7 @@ def stage_for_planning(name: str) -> Callable[[Inputs, Config], Result]:
 
 
 @command(
-    "say whether a model fits: a config.json of transformers, or a file of conf/model (docs/fit.md)",
+    "say whether a model fits: a config.json of transformers, or a file of conf/model (`docs fit`)",
     argument("model", help="path of a config.json; or a file of conf/model, also by its name alone"),
     argument("--cluster", default="dgx_h100", help="a file of conf/cluster that is described (dgx_h100)"),
     argument("--clusters", help="a table of several instead: a100_80,h100; or all"),
@@ -353,7 +363,7 @@ def fit_stages() -> FitStages:
 
 
 @command(
-    "run points as DVC experiments and compare them (docs/what-if.md)",
+    "run points as DVC experiments and compare them (`docs what-if`)",
     argument("words", nargs="+", metavar="name=value,value", help="what is varied; or a file of conf/sweep"),
     argument("--name", help="of the sweep, before the time at which it began"),
     argument("--until", choices=("checkpoint", "codegen", "train"), help="the last stage (checkpoint)"),

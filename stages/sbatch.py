@@ -97,6 +97,6 @@ def nodes_of(cluster: Cluster, config: Config) -> tuple[int, int]:
         raise ShardwrightError(
             f"hosts have {min(sizes)} to {max(sizes)} devices, and Slurm gives every node of a job as many",
             where="runs/cluster/cluster.json",
-            remedy="start torchrun on each host (docs/launch.md), or plan for hosts that are alike",
+            remedy="start torchrun on each host (`shardwright docs launch`), or plan for hosts that are alike",
         )
     return max(1, len(cluster.hosts)), sizes.pop()

@@ -48,7 +48,7 @@ def find_place(environment: Mapping[str, str]) -> RankPlace | None:
             )
     except ValueError as error:
         what = f"the environment of the launcher cannot be read: {error}"
-        raise TrainError(what, remedy="start the ranks with torchrun or srun (docs/launch.md)") from error
+        raise TrainError(what, remedy="start the ranks with torchrun or srun (`shardwright docs launch`)") from error
     return None
 
 

@@ -68,7 +68,7 @@ def class_of(library: Any, content: Mapping[str, Any], file: str) -> str:
     name = next((name for name in listed if name.endswith(TOKENS + WHOLE) and hasattr(library, name)), None)
     if name is None:
         what = f"no class of {kind} is known that takes tokens or images and returns a loss"
-        remedy = "describe a module that does in conf/model, and name that file instead (docs/own-model.md)"
+        remedy = "describe a module that does in conf/model, and name that file instead (`shardwright docs own-model`)"
         raise ModelFileError(what, where=f"{file}: architectures", remedy=remedy)
     return name
 

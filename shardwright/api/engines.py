@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,9 +14,11 @@ from torch.autograd import Variable
 from torch.optim import Optimizer
 
 from shardwright.api.given import ArgumentError, Batch, GivenModule, GivenOptimizer
+from shardwright.api.gradients import SplitGradients
 from shardwright.api.plan import ModelPlan
 from shardwright.pipeline.base.errors import TrainError
 from shardwright.pipeline.ir.graph import Role
+from shardwright.pipeline.ir.layout import Layout
 from shardwright.pipeline.runtime.context import step as context
 from shardwright.pipeline.runtime.pipelining.pipelined import smaller_of
 from shardwright.pipeline.runtime.programs.random import seed_apart
@@ -28,7 +31,7 @@ from shardwright.stages.codegen.run import write_program
 from shardwright.stages.train.engines.engine import Engine, Inputs, K, program_of
 from shardwright.stages.train.engines.pipelined import PipelinedEngine
 from shardwright.stages.train.engines.planned import PlannedEngine
-from shardwright.stages.train.engines.tensors import named_tensors
+from shardwright.stages.train.engines.tensors import named_tensors, sizes_of
 from shardwright.stages.train.job import Job
 
 WHERE = "sw.parallelize"
@@ -146,10 +149,17 @@ class PlannedOnObjects(OnObjects, PlannedEngine):
         loss.register_hook(lambda _: self._backward_begins(number))
         return loss
 
+    @cached_property
+    def split(self) -> SplitGradients:
+        sizes = sizes_of(self.axes)
+        states = [Layout.parse(self.stored.row(name)[2]).shards(sizes) for name in self.parameters]
+        return SplitGradients(zip(self.parameters.values(), self.gradients.updated, states, strict=True))
+
     def _begin(self) -> None:
         if self.done == self.passes:  # they may be dropped yet: where gradients are infinite a scaler skips the step
             self.done, self.unused = 0, True
         if self.done == 0:
+            self.split.unmark()
             self.gradients.start(armed=self.passes == 1)
             with self.autocast():
                 self.copies = StepCopies(copies_of(self.program))
@@ -171,18 +181,29 @@ class PlannedOnObjects(OnObjects, PlannedEngine):
         self.done += 1
         if self.done == self.passes:
             self.gradients.wait()
+            self.split.mark()
 
     def drop_gradients(self) -> None:
         """With the optimizer's zero_grad."""
+        self.split.unmark()
         self.unused = False
         if self.done == self.passes:
             self.done = 0
 
     def require_gradients(self) -> None:
-        """Before the optimizer steps."""
+        """Before the optimizer steps, and before they are clipped."""
         if self.done != self.passes:
             what = f"{self.done} of the {self.passes} backward passes of the plan's step have run"
             raise TrainError(what, where="optimizer.step()", remedy="run forward and backward for each before it")
+
+    def step(self, first: Batch, later: list[Batch]) -> float:
+        """All of it, by `model.step`; gradients of a backward pass before it are dropped."""
+        self.drop_gradients()
+        return super().step(first, later)
+
+    def before_step(self) -> None:
+        self.require_gradients()
+        self.split.unmark()
 
     def publish(self) -> None:
         """After it."""
@@ -192,7 +213,8 @@ class PlannedOnObjects(OnObjects, PlannedEngine):
     def clip(self, limit: float) -> Tensor:
         assert self.limited is not None
         self.limited.limit = limit
-        return self.limited.clip()
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.limited.clip()
 
     def loss_when_evaluating(self) -> float:
         if not hasattr(self, "evaluating"):

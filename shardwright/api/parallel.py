@@ -77,7 +77,7 @@ class ParallelModule(nn.Module):
         self.stepping = False  # `step` does what hooks of the optimizer do in a loop
         optimizer = engine.optimizer
         self.weights, self.optimizer_state = WeightState(engine), OptimizerState(engine, self)
-        optimizer.register_step_pre_hook(lambda *_: self._before_step())
+        optimizer.register_step_pre_hook(lambda _, given, named: self._before_step(*given, **named))
         optimizer.register_step_post_hook(lambda *_: self._after_step())
         self.zero_optimizer = optimizer.zero_grad
         optimizer.zero_grad = self._zero_optimizer  # type: ignore[method-assign]
@@ -143,9 +143,12 @@ class ParallelModule(nn.Module):
         if isinstance(self.engine, PlannedOnObjects):
             self.engine.drop_gradients()
 
-    def _before_step(self) -> None:
+    def _before_step(self, _: Optimizer, closure: Any = None, *more: Any, **named: Any) -> None:
+        if callable(closure):
+            what, remedy = "it takes no closure here", "run forward and backward before it, and call it without"
+            raise TrainError(what, where="optimizer.step(closure)", remedy=remedy)
         if not self.stepping and isinstance(self.engine, PlannedOnObjects):
-            self.engine.require_gradients()
+            self.engine.before_step()
         elif not self.stepping:
             what, remedy = "a pipeline steps as a whole", "call model.step(batch, optimizer)"
             raise TrainError(what, where="optimizer.step()", remedy=remedy)

@@ -2,7 +2,7 @@
 
 A file that the user has not edited becomes what a new project has. In others below conf/, keys and classes that have
 other names now get these; in dvc.yaml our stages and plots are those of today, and the user's stay. Before 0.2.0 a
-project was a copy of the whole repository: of that, conf/ and dvc.yaml are brought forward.
+project was a copy of the whole repository: of that, conf/, dvc.yaml and the Makefile's commands are brought forward.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import io
 import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,11 @@ from shardwright.stages.project.init import ProjectError, write
 from shardwright.stages.project.renamed import brought_forward
 
 COPIED = re.compile(r"cmd: python -m stages ")  # dvc.yaml of a copy of the repository
+MAKEFILE = "Makefile"  # of such a copy; a project of today has none
+OLD_COMMAND = re.compile(r"(?:\$\(BIN\)/)?python -m stages (?=\w)")
+OLD_MODULE = re.compile(r"-m (?=(?:pipeline|stages)\.)")
+INSTALLS_COPY = re.compile(r"pip install[^\n]* -e [\"']?\.")
+OLD_SCRIPT = re.compile(r"-m (?:pipeline|stages)\b")
 OLD_IMPORT = re.compile(r"(?m)^\s*(?:from|import) (?:pipeline|stages)\b")
 
 
@@ -33,7 +39,7 @@ def run(folder: Path, only_show: bool) -> int:
     if made.newer:
         check_version(folder)
     today = new_files()
-    texts = _texts(folder, today)
+    texts = _texts(folder, [*today, MAKEFILE] if made.copied else today)
     changed = {path: new for path, old in texts.items() if (new := _new(path, old, made, today)) != old}
     wanted = needed_files() if made.copied else today
     removed = made.digests.keys() - needed_files().keys()
@@ -43,7 +49,7 @@ def run(folder: Path, only_show: bool) -> int:
     if not changed and not added and made.version == __version__:
         say(f"the project is of shardwright {__version__}: nothing to do")
         return 0
-    for line in _by_hand(folder, {**texts, **changed}["dvc.yaml"]) if made.copied else ():
+    for line in _by_hand(folder, {**texts, **changed}) if made.copied else ():
         say(line)
     if only_show:
         say(f"nothing was written: `shardwright upgrade` brings the project from {made.version} to {__version__}")
@@ -65,10 +71,10 @@ def _copy(folder: Path) -> MadeBy:
     return MadeBy("0.1.0", {})
 
 
-def _texts(folder: Path, today: dict[str, str]) -> dict[str, str]:
+def _texts(folder: Path, ours: Iterable[str]) -> dict[str, str]:
     """What is there of ours, and the user's own files below conf/."""
     conf = [path.relative_to(folder).as_posix() for path in sorted(folder.glob("conf/**/*.yaml"))]
-    paths = dict.fromkeys([*conf, *(path for path in today if (folder / path).is_file())])
+    paths = dict.fromkeys([*conf, *(path for path in ours if (folder / path).is_file())])
     return {path: read_text(folder, path) for path in paths if path != FILE}
 
 
@@ -77,6 +83,8 @@ def _new(path: str, text: str, made: MadeBy, today: dict[str, str]) -> str:
         return today[path]
     if path == "dvc.yaml":
         return _with_our_stages(text, today[path])
+    if path == MAKEFILE:
+        return OLD_MODULE.sub("-m shardwright.", OLD_COMMAND.sub("shardwright ", text))
     return brought_forward(path, text, made.copied) if path.startswith("conf/") and path.endswith(".yaml") else text
 
 
@@ -123,16 +131,31 @@ def _difference(path: str, old: str, new: str) -> list[str]:
     return list(difflib.unified_diff(old.splitlines(True), new.splitlines(True), path, path))
 
 
-def _by_hand(folder: Path, dvc_yaml: str) -> list[str]:
+def _by_hand(folder: Path, texts: Mapping[str, str]) -> list[str]:
     """Of a copy of our repository, what is not ours to change: the user's source and stages, and what lies beside."""
     left = [name for name in ("pipeline", "stages", "benchmarks") if (folder / name / "__init__.py").is_file()]
-    code = [path.relative_to(folder) for path in sorted(folder.rglob("*.py")) if path.is_file()]
-    own = [path for path in code if path.parts[0] not in (*left, "tests")]
-    theirs = [path for path in own if not any(part.startswith(".") for part in path.parts)]
-    old = [path for path in theirs if OLD_IMPORT.search((folder / path).read_text(errors="replace"))]
+    old = list(_that_say(OLD_IMPORT, folder, ("*.py",), left))
+    scripts = list(_that_say(OLD_SCRIPT, folder, ("*.sh", "*.sbatch"), left))
     told = [f"{path}: import shardwright.pipeline and shardwright.stages" for path in old]
-    if COPIED.search(dvc_yaml):
+    told += [
+        f"{path}: `python -m stages` is `shardwright` now (`shardwright sbatch` writes its own)" for path in scripts
+    ]
+    if COPIED.search(texts["dvc.yaml"]):
         told.append("dvc.yaml: `python -m stages` in your stages is `shardwright` now")
+    if INSTALLS_COPY.search(texts.get(MAKEFILE, "")):
+        told.append(
+            f"{MAKEFILE}: it installs this copy, of the older version: let it install shardwright {__version__}"
+        )
     if left:
         told.append(f"no longer read, unless your model lies there: {', '.join(f'{name}/' for name in left)}")
     return told
+
+
+def _that_say(words: re.Pattern[str], folder: Path, kinds: Iterable[str], left: Iterable[str]) -> Iterator[Path]:
+    """Files of the user's own: not what lies in the folders of ours, in tests or where other programs keep theirs."""
+    paths = sorted(path for kind in kinds for path in folder.rglob(kind) if path.is_file())
+    for path in (path.relative_to(folder) for path in paths):
+        hidden = any(part.startswith(".") for part in path.parts)
+        theirs = not hidden and path.parts[0] not in (*left, "tests")
+        if theirs and words.search((folder / path).read_text(errors="replace")):
+            yield path

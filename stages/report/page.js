@@ -393,7 +393,7 @@ function time(section) {
     section.append(element("h3", {}, "Ops that run whole on every rank for lack of a rule"), bars(facts.whole_ops.map(
       (op) => ({ name: op.count > 1 ? `${op.target} x ${op.count}` : op.target, value: op.seconds })), total, seconds,
       () => colour("--bad")));
-    nothing(section, "Give them one: docs/how-to-add-an-op.md.");
+    nothing(section, "Give them one: `shardwright docs how-to-add-an-op`.");
   }
   for (const [name, factor] of Object.entries(scale)) {
     nothing(section, `${name}: priced op by op and multiplied by ${factor.toFixed(3)}, so that it sums to the prediction.`);

@@ -79,7 +79,7 @@ def run(inputs: Inputs, config: Config, compared: bool = True) -> Result:
     best = (frontier.points or frontier.submesh_points)[0]
     whole = whole_ops(planned[best.mesh].workload.priced(best.sharding), best.seconds)
     if whole:  # what no setting makes faster, and the user's own rule does
-        inputs.log.warning("%s: %s; a rule lets it be split (docs/how-to-add-an-op.md)", LACK, in_words(whole))
+        inputs.log.warning("%s: %s; a rule splits it (`shardwright docs how-to-add-an-op`)", LACK, in_words(whole))
     figures |= figures_of(whole) | {"meshes": len(tried), "submesh_plans": len(frontier.submesh_points)}
     if cluster.device == "cuda" and profile.kernels:
         unsplit = step_seconds(graph, profile.kernels, card_of(cluster.compute))

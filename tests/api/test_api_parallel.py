@@ -40,6 +40,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 IN_A_LOOP = ("data", "tied", "zero1", "zero3", "tensor")
 CLIPPED = ("zero1", "tensor")
+SPLIT = ("zero1", "zero3", "tensor")
 LIMIT = 0.1
 Result = tuple[list[float], dict[str, Any]]  # losses; whole weights as numbers, which outlive the rank
 
@@ -178,10 +179,16 @@ def in_loops(files: dict[str, str]) -> dict[str, Result]:
             stepped(own, optimizer, LIMIT if name in CLIPPED else None),
             whole(own),
         )
+    sharded = partial(ShardedGradScaler, process_group=torch.distributed.group.WORLD)
+    for name in SPLIT:
+        for scaler in (torch.amp.GradScaler("cpu"), sharded("cpu")):
+            given = model()
+            own, optimizer = sw.parallelize(given, adamw(given), sw.load(files[name]))
+            losses = scaled(own, optimizer, scaler, torch.distributed.get_rank() == 0)
+            found[f"scaled {name} {type(scaler).__name__}"] = losses, whole(own)
     given = model()
-    own, optimizer = sw.parallelize(given, adamw(given), sw.load(files["zero1"]))
-    scaler = ShardedGradScaler("cpu", process_group=torch.distributed.group.WORLD)
-    found["scaled"] = scaled(own, optimizer, scaler, torch.distributed.get_rank() == 0), whole(own)
+    own, optimizer = sw.parallelize(given, adamw(given), sw.load(files["data"]))
+    found["torch clips"] = loop(own, optimizer, partial(nn.utils.clip_grad_norm_, [*own.parameters()])), whole(own)
     given = model()
     own, optimizer = sw.parallelize(given, adamw(given), sw.load(files["adding"]))
     found["adding"] = adding(own, optimizer), whole(own)
@@ -234,7 +241,40 @@ def mistaken(file: str) -> None:
     first, second = own(**batch), own(**batch)
     assert "run forward again" in told(first.backward)
     second.backward()
+    assert "optimizer.step(closure): it takes no closure here" in told(lambda: optimizer.step(lambda: None))
     optimizer.step()
+
+
+def norms_of_shards(files: dict[str, str]) -> None:
+    """A norm over what this rank has is that of no gradient."""
+    for name in SPLIT:
+        given = model()
+        own, optimizer = sw.parallelize(given, adamw(given), sw.load(files[name]))
+        own(**batches()[0]).backward()
+        stepped = [p for group in optimizer.param_groups for p in group["params"]]
+        grads = [p.grad for p in stepped]
+        for parameters in ([*own.parameters()], stepped):
+            for more in ({}, {"foreach": True}, {"norm_type": math.inf}):
+                call = partial(nn.utils.clip_grad_norm_, parameters, LIMIT, **more)
+                assert "call model.clip_grad_norm_" in told(call)
+        split = next(grad for grad in grads if type(grad) is not Tensor)
+        for norm in (nn.utils.get_total_norm, torch._foreach_norm):
+            assert "call model.clip_grad_norm_" in told(partial(norm, grads))
+        for norm in (Tensor.norm, torch.norm, torch.linalg.norm, lambda grad: grad.data.norm(2)):
+            assert "call model.clip_grad_norm_" in told(partial(norm, split))
+        elsewhere = [p.grad for p in own.parameters() if not any(p is one for one in stepped)]
+        assert len(elsewhere) >= (3 if name == "zero1" else 0)  # the optimizer has these weights' shards
+        for grad in elsewhere:
+            assert grad.shape and "optimizer.param_groups" in told(partial(grad.mul_, 2))
+        nn.utils.clip_grad_value_(stepped, 1e9)  # what is done to each element is right
+        own.clip_grad_norm_(LIMIT)
+        assert own.clip_grad_norm_(LIMIT) <= LIMIT * (1 + 1e-6)
+        optimizer.step()
+        assert all(type(p.grad) in (Tensor, type(None)) for p in (*stepped, *own.parameters()))
+        states = [one for state in optimizer.state.values() for one in state.values()]
+        assert states and all(type(one) is Tensor for one in states)
+        own(**batches()[1]).backward()
+        own.step(batches()[1], optimizer)  # the gradients before it are dropped
 
 
 def saving(files: dict[str, str], folder: str) -> dict[str, Result]:
@@ -290,8 +330,10 @@ def test_a_loop_goes_on_as_it_was(plans: dict[str, str]) -> None:
         expected = unsplit("clipped" if name in CLIPPED else "free", name)
         equal(first[name], expected)
         equal(first[f"{name} stepped"], expected)
-    for name in ("adding", "scaled"):
-        equal(first[name], unsplit(name))
+    equal(first["adding"], unsplit("adding"))
+    equal(first["torch clips"], unsplit("clipped"))
+    for name in (name for name in first if name.startswith("scaled")):
+        equal(first[name], unsplit("scaled"))
     assert {name: losses for name, (losses, _) in second.items()} == {
         name: losses for name, (losses, _) in first.items()
     }
@@ -303,6 +345,10 @@ def test_a_pipeline_steps_as_a_whole(plans: dict[str, str]) -> None:
     for name, found in first.items():
         equal(found, unsplit(name))
         assert second[name][0] == found[0]
+
+
+def test_norms_of_shards_are_refused(plans: dict[str, str]) -> None:
+    run_ranks(2, norms_of_shards, plans)
 
 
 def test_mistakes_are_told_in_one_line(plans: dict[str, str]) -> None:

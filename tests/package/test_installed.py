@@ -120,6 +120,8 @@ def test_the_wheel_holds_our_packages_below_one_name(wheel: Path) -> None:
     assert {name.split("/")[0] for name in names} == {"shardwright", f"shardwright-{shardwright.__version__}.dist-info"}
     data = {"stages/report/page.js", "conf/cluster/dgx_h100.yaml", "seven_stages.yaml", "py.typed"}
     assert {f"shardwright/{name}" for name in {"pipeline/ir/graph.py", *data}} <= set(names)
+    pages = {f"shardwright/docs/{page.name}" for page in (SOURCE / "docs").glob("*.md")}
+    assert {name for name in names if "/docs/" in name} == pages
     assert not [name for name in names if "/conf/" in name and name.endswith(".json")]
 
 

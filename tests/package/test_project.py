@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from configparser import ConfigParser
 from pathlib import Path
@@ -76,6 +77,24 @@ def test_stages_depend_on_the_version_and_not_on_source(project):
         assert not [dep for dep in stage["deps"] if dep.startswith(("pipeline", "stages"))], name
         for key in ("params", "outs", "metrics"):
             assert stage.get(key) == ours[name].get(key), name
+
+
+def test_pages_that_a_project_names_can_be_read(project, capsys):
+    every = "".join(texts(project).values())
+    assert not re.findall(r"docs/[a-z-]+\.md", every)
+    named = set(re.findall(r"`shardwright docs ([a-z-]+)`", every))
+    assert {"configuration", "constraints", "price"} <= named
+    for page in named:
+        assert main_in(project, "docs", page) == 0
+        assert capsys.readouterr().out == (SOURCE / f"docs/{page}.md").read_text()
+    assert main_in(project, "docs", "docs/fit.md") == main_in(project, "docs") == 0
+    told = capsys.readouterr().out
+    assert told.startswith("# Does it fit?") and "what-if               What if\n" in told
+    assert main_in(project, "docs", "confguration") == 2
+    assert (
+        capsys.readouterr().err
+        == "error: shardwright docs: there is no page confguration; did you mean 'configuration'?\n"
+    )
 
 
 def test_asked_again_it_changes_nothing(project, capsys):
@@ -210,6 +229,29 @@ def test_a_project_of_0_1_0_is_brought_forward(old, capsys):
     before = texts(old)
     assert main_in(old, "upgrade") == 0 and texts(old) == before
     assert "nothing to do" in capsys.readouterr().out
+
+
+def test_a_copied_makefile_calls_the_commands_of_today(old, capsys):
+    before = (old / "Makefile").read_text()
+    (old / "train.sbatch").write_text("srun python -m stages.train.worker\n")
+    (old / "stages").mkdir()
+    for name in ("stages/__init__.py", "stages/run.sh"):
+        (old / name).write_text("python -m stages run\n")
+    assert main_in(old, "upgrade") == 0
+    told = capsys.readouterr().out
+    now = (old / "Makefile").read_text()
+    assert "run: setup\n\t@shardwright run\n" in now and "@python -m shardwright.pipeline.config >" in now
+    assert now == before.replace("python -m stages ", "shardwright ").replace("-m pipeline", "-m shardwright.pipeline")
+    assert "-\t@python -m stages run" in told and "+\t@shardwright run" in told
+    assert f"Makefile: it installs this copy, of the older version: let it install shardwright {__version__}\n" in told
+    assert "train.sbatch: `python -m stages` is `shardwright` now" in told and "run.sh" not in told
+
+
+def test_a_makefile_of_a_project_of_today_is_the_users(project):
+    (project / "Makefile").write_text("run:\n\tpython -m stages run\n")
+    edit(project / FILE, f'version: "{__version__}"', 'version: "0.1.9"')
+    assert upgrade.run(project, only_show=False) == 0
+    assert "python -m stages run" in (project / "Makefile").read_text()
 
 
 def test_stages_of_the_user_stay(old):

@@ -64,7 +64,7 @@ def test_nobody_says_it() -> None:
     ],
 )
 def test_what_cannot_be_read_is_told(broken: dict[str, str]) -> None:
-    with pytest.raises(TrainError, match=r"cannot be read: .*docs/launch\.md"):
+    with pytest.raises(TrainError, match=r"cannot be read: .*`shardwright docs launch`"):
         find_place(broken)
 
 

@@ -98,7 +98,7 @@ def test_solve_and_checkpoint_name_it_with_its_share(
     graph: OpGraph, solved: tuple[Result, str], planned_by: tuple[Inputs, Result]
 ) -> None:
     (warning,) = (line for line in solved[1].splitlines() if line.startswith("WARNING"))
-    assert f"{OP} x 2 (" in warning and "of the step" in warning and "how-to-add-an-op.md" in warning
+    assert f"{OP} x 2 (" in warning and "of the step" in warning and "shardwright docs how-to-add-an-op" in warning
     plan: Plan = planned_by[1].body
     (one,) = whole_ops_of(plan, graph, profile_graph(graph), preset())
     assert (one.target, one.count) == (OP, 2)

@@ -46,7 +46,7 @@ from shardwright.stages.train.snapshots.boxes import (
 About = dict[str, Any]  # the numbers beside the tensors
 Outcome = tuple[int, str]  # the same on all ranks: its step, and what went wrong; nothing: it is on the disk
 Saved = tuple[dict[str, dict[str, Any]], str]  # of one rank: its files' digests, and what went wrong, or nothing
-SHARE = "put runs/ on a file system that all hosts share, or set `snapshots.every: 0` (docs/launch.md)"
+SHARE = "put runs/ on a file system that all hosts share, or set `snapshots.every: 0` (`shardwright docs launch`)"
 SEEN_S = 10.0  # within which a file system that hosts share shows what another host wrote
 
 
