@@ -95,12 +95,12 @@ def _apart_bytes(sharded: Sharded) -> int:
     found = 0
     for name, state in sharded.states.items():
         value = sharded.graph.values[name]
-        if not _lies_in(sharded.sharding.storage[value.origin], state, value.type.shape, sharded.sizes):
+        if not lies_in(sharded.sharding.storage[value.origin], state, value.type.shape, sharded.sizes):
             found += sharded.local_bytes(name, state)
     return found
 
 
-def _lies_in(stored: Layout, state: Layout, shape: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
+def lies_in(stored: Layout, state: Layout, shape: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
     """Whether a rank's shard of a parameter is one run of what it stores: cut on the first dim, from the outside."""
     cuts = sorted((place.dim, place.outside, sizes[axis]) for axis, place in stored.further(state, sizes).items())
     if state.uneven(shape, sizes):  # on the last rank it is padded

@@ -198,14 +198,16 @@ class _Builder:
         copied = self.arrays.copied_bytes(have, forms, value.type)
         first = min(moments.forward(op.name) for op in readers)
         end = max(moments.forgotten(op, value.name) for op in readers)
-        kept = [moments.backward(op.name) + 1 for op in readers if self._keeps_copy(op, value)]
+        kept = [moments.backward(name) + 1 for name in self._copy_keepers(readers, value)]
         holdings = Holding(first, max([end, *kept]), copied), Holding(first, end, between)
         return costs, tuple(h for h in holdings if h.usages.any()), None
 
-    def _keeps_copy(self, op: Op, value: Value) -> bool:
-        """Whether backward needs what the op reads in the layout in which it reads it, beside what another op keeps."""
+    def _copy_keepers(self, readers: list[Op], value: Value) -> list[str]:
+        """Who keeps a copy of a link for backward, beside what another op keeps: what the first of all keeps is counted
+        with that op (`_kept_holdings`), and those that read the same copy keep nothing more."""
         first = self.moments.keepers.get(self.profile.storage[value.name])
-        return value.name in self.profile.ops[op.name].saves and first not in (None, op.name)
+        keepers = [name for op in readers for name in self.moments.keeping(op, value.name)]
+        return [] if first is None or first in keepers else keepers
 
 
 def _all_of(found: tuple[Layouts, ...]) -> frozenset[Layout]:

@@ -1,10 +1,13 @@
-"""The step as a row of moments: every op forward, every op backward in reverse, then the optimizer.
+"""The step as a row of moments: every op forward, every op backward in reverse, then the optimizer, which updates all
+parameters at once or one after the other: a moment each, as the step's price takes the worse (chain_memory.py).
 
 A block's function holds what it wrote until it returns, so what a link writes is there until the end of the last link
 that reads it; what backward needs stays until the op that needs it is undone.
 """
 
 from __future__ import annotations
+
+from collections import Counter
 
 from shardwright.pipeline.cost.groups import Join, groups_of
 from shardwright.pipeline.ir.graph import Op, OpGraph, Role
@@ -17,7 +20,8 @@ class Moments:
         order = [*graph.prologue, *(name for link in graph.chain for name in link.ops)]
         self.position = {name: number for number, name in enumerate(order)}
         self.count = len(order)
-        self.end = 2 * self.count + 1
+        self.passes = 2 * self.count  # until before the optimizer
+        self.end = self.passes + 2
         self.link = {name: number for number, link in enumerate(graph.chain) for name in link.ops}
         self.link_end = self._link_ends()
         self.readers = graph.consumers()
@@ -29,6 +33,7 @@ class Moments:
         }
         self.common = {profile.storage[name] for name in graph.common}
         self.keepers = self._keepers()
+        self.leading = self._leading()
 
     def forward(self, op: str) -> int:
         return self.position[op]
@@ -60,14 +65,17 @@ class Moments:
         )
         return self.backward(next(needs, op))
 
-    def neighbours(self, op: str) -> tuple[tuple[int, int], tuple[int, int]]:
-        """The moments of the link that is run before that of an op, forward and backward; before the last one's
-        backward it is itself."""
-        number, asks = self.link[op], self.asks(op)
-        before = self.graph.chain[max(0, number - 1)].ops[0]
-        after = self.graph.chain[min(number + 1, len(self.graph.chain) - 1)].ops
-        last = number + 1 == len(self.graph.chain)
-        return (self.position[before], self.begins(op)), (self.begins(op) if last else self.backward(after[-1]), asks)
+    def keeping(self, op: Op, value: str) -> list[str]:
+        """The ops of its link that keep for backward what an op reads of a value, or a view of that."""
+        storage, saves = self.profile.storage, self.profile.ops[op.name].saves
+        views = [name for name in op.outputs if storage[name] == storage[value]]
+        beside = [(r, v) for v in views for r in self.readers[v] if self.link.get(r.name) == self.link.get(op.name)]
+        own = [op.name] if any(name in saves for name in (value, *views)) else []
+        return own + [name for reader, view in beside for name in self.keeping(reader, view)]
+
+    def leads(self, op: str) -> bool:
+        """Whether what the op's link gathers ahead of time is counted, and then all the time."""
+        return self.link.get(op) in self.leading
 
     def _ops_beside(self, op: str) -> tuple[str, ...]:
         return self.graph.chain[self.link[op]].ops if op in self.link else (op,)
@@ -87,6 +95,25 @@ class Moments:
         for group in groups_of(self.graph, self.profile, Join.NEEDLESS):
             ends[group.first : group.last] = [ends[group.last]] * (group.last - group.first)
         return ends
+
+    def _leading(self) -> frozenset[int]:
+        """The links whose parameters are taken to be there all the time where they are gathered ahead.
+
+        Of what is gathered ahead a step has that of one link at a time, and counts the largest (pipeline.cost.step).
+        Which it is depends on how all are stored; but equal links are stored alike, so the last of those that have most
+        of the parameters stands for them all. A link with the loss gathers its own again at once, and gains nothing.
+        """
+        graph = self.graph
+        loss = max((group.first for group in groups_of(graph, self.profile, Join.NEEDLESS)), default=0)
+        total: Counter[int] = Counter()
+        for link in graph.chain[:loss]:
+            read = {name for op in link.ops for name in graph.op(op).inputs}
+            alone = (name for name in read if len({self.link.get(op.name) for op in self.readers[name]}) == 1)
+            own = (graph.values[name] for name in alone if graph.values[name].role is Role.PARAMETER)
+            total[link.block] += sum(value.type.nbytes for value in own)
+        most = max(total, key=total.__getitem__, default=None)
+        equal = [number for number, link in enumerate(graph.chain[:loss]) if link.block == most]
+        return frozenset((*equal[-1:], *range(loss, len(graph.chain))))
 
     def undone(self, value: str) -> int:
         """When the first gradient of a value is there: as the last of its readers, or of its views', is undone."""

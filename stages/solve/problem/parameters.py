@@ -1,6 +1,7 @@
 """What a parameter takes in each way to store it: seconds of the step, and bytes from moment to moment.
 
     stored        value and optimizer state               all the time
+    updated       what the optimizer takes beside         while it runs
     gradient      in a bucket, split or added up          all the time, and once more while it is made
                   else                                    from when backward makes it
     copy          gathered                                from the start of its link
@@ -10,7 +11,7 @@
     made again    regathered                              from the first in its link's backward pass that needs a
                                                           gathered copy, until the op that reads it is undone
     its gradient  gathered                                from when backward makes it until its link is undone
-    ahead         regathered                              while the link is run that comes before
+    ahead         regathered                              all the time, of one link (moments.Moments.leads)
     shared        a copy that several links read          all the time; its gradient from when backward makes it
 
 Which forms other links take is not known where the bytes of one are counted. Links that may read the same form are
@@ -25,9 +26,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwright.pipeline.cost.chain_memory import lies_in
 from shardwright.pipeline.cost.step import Workload, update_seconds
 from shardwright.pipeline.ir.cluster import Axis
-from shardwright.pipeline.ir.graph import Op, OpGraph, TensorType, Value
+from shardwright.pipeline.ir.graph import Op, OpGraph, Role, TensorType, Value
 from shardwright.pipeline.ir.layout import B, Layout, Place, R
 from shardwright.pipeline.ir.program import GATHERED_ALONE
 from shardwright.pipeline.rates.compute import shard_bytes
@@ -58,7 +60,8 @@ class Parameters:
         self.workload, self.moments, self.arrays, self.shards = workload, moments, arrays, shards
         self.graph: OpGraph = workload.graph
         self.once, self.axes, self.sizes = arrays.once, arrays.axes, arrays.sizes
-        self._ways: dict[tuple[Stored, ...], Ways] = {}
+        sizes = {value.name: value.type.nbytes for value in self.graph.of_role(Role.PARAMETER)}
+        self.updated, self.largest = max(1, sum(sizes.values())), max(sizes, key=sizes.__getitem__, default="")
 
     # ---- stored
 
@@ -83,7 +86,8 @@ class Parameters:
     def node(self, value: Value, ways: Ways) -> tuple[Array, list[Holding]]:
         """Seconds and bytes however it is read; with the gradient, where several places read it."""
         resident = self.once(self._resident, ways, value.type)
-        held = [Holding(0, self.moments.end, resident)]
+        updating = (h for h in self._updating(value, ways) if h.usages.any())
+        held = [Holding(0, self.moments.end, resident), *updating]
         if value.grad and len(self.moments.places(value.name)) > 1:
             held += self._gradients(value, self.once(self._gradients_of_many, ways, value.type))
         return self.once(self._update, ways, value.type), held
@@ -99,6 +103,21 @@ class Parameters:
         return np.array(
             [optimizer(own, copies) + update_seconds(n, [], _split(way, self.axes)) for way, n, own in each]
         )
+
+    def _updating(self, value: Value, ways: Ways) -> Iterator[Holding]:
+        """What the optimizer takes beside: in proportion to all that it updates at once, or to the largest alone where
+        it goes from one to the next; and shards that do not lie in one run."""
+        first, end, step = self.moments.passes, self.moments.end, self.workload.profile.step
+        extra = float(step.optimizer_bytes) if step else 0.0
+        state = self.arrays.split_bytes(self.states(ways), value.type)
+        yield Holding(first, end, self.once(self._apart, ways, value.type))
+        yield Holding(first, first + 1, self.once(np.multiply, state, extra / self.updated))
+        if value.name == self.largest:
+            yield Holding(first + 1, end, self.once(np.multiply, state, extra / max(1, value.type.nbytes)))
+
+    def _apart(self, ways: Ways, kind: TensorType) -> Array:
+        in_one_run = np.array([lies_in(way.layout, way.state, kind.shape, self.sizes) for way in ways])
+        return np.where(in_one_run, 0.0, self.arrays.split_bytes(self.states(ways), kind))
 
     # ---- gradients: what is there all the time, and what backward makes
 
@@ -170,7 +189,7 @@ class Parameters:
 
     def _shared_copies(self, value: Value, copies: Copies) -> Iterator[Holding]:
         """It, its gradient and, between passes, what was added up before."""
-        end, several = self.moments.end, self.workload.micro_batches > 1
+        end, several = self.moments.passes, self.workload.micro_batches > 1
         each = self.once(np.add, copies.whole, copies.between)
         yield Holding(0, end, self.once(np.multiply, each, 1.0 + several))
         yield Holding(0 if several else self.moments.undone(value.name), end, each)
@@ -188,9 +207,8 @@ class Parameters:
         yield Holding(begins, undone, own.kept)
         yield Holding(read, undone if saved else ends, own.otherwise)
         yield Holding(moments.asks(first), undone, own.again)
-        before, after = moments.neighbours(first)
-        yield Holding(*before, own.ahead)
-        yield Holding(*after, own.ahead)
+        if moments.leads(first):
+            yield Holding(0, moments.passes, own.ahead)
         if value.grad:
             made = moments.backward(last)
             yield Holding(made, moments.finished(first), own.gathered)
