@@ -77,7 +77,7 @@ KINDS: dict[type[Exception], str] = {
 REMEDIES = {
     BRANCH: "compute both ways and choose with `torch.where`",
     SIZE: "take sizes from shapes or from settings",
-    SHAPE: "use an op of fixed size, or make it one that tells its shapes (`shardwright docs how-to-add-an-op`)",
+    SHAPE: "use an op of fixed size, or an op of your own that tells its shapes (`shardwright docs how-to-add-an-op`)",
     NUMBERS: "make it an op of your own that tells its shapes (`shardwright docs how-to-add-an-op`)",
     "": "check the batch's names and shapes",
 }
