@@ -99,9 +99,8 @@ def measure(
     ]
     asked = [p for p in points if all(w in p.name for w in words)]
     wanted = [p for p in asked if p.name not in bench.state["points"]]
-    compared = {
-        p.project for p in points if p.form not in EAGER_FORMS
-    }  # with all peers, in whatever order points are measured
+    # With all peers, in whatever order points are measured.
+    compared = {p.project for p in points if p.form not in EAGER_FORMS}
     bench.prepare(wanted)
     for name in dict.fromkeys(point.project for point in asked):
         for way in ways:

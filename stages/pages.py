@@ -23,9 +23,9 @@ def show(page: str | None) -> int:
         near = nearest(name, list(pages))
         remedy = f"did you mean '{near}'?" if near else "`shardwright docs` lists them"
         raise ShardwrightError(f"there is no page {page}", where="shardwright docs", remedy=remedy)
-    say(pages[name].read_text().rstrip("\n"))
+    say(pages[name].read_text("utf-8").rstrip("\n"))
     return 0
 
 
 def _title(path: Path) -> str:
-    return path.read_text().split("\n", 1)[0].removeprefix("# ")
+    return path.read_text("utf-8").split("\n", 1)[0].removeprefix("# ")

@@ -69,6 +69,16 @@ def test_the_figures_of_all_points():
     assert not met(good | {"least_used": 0.9})
 
 
+def test_the_optimizer_of_fused_plans_is_held_against_what_was_predicted():
+    one = point("fused", 10.0, 9.9, 100.0)
+    one["measured"]["optimizer_ms"], one["predicted"]["optimizer_ms"] = 10.0, 12.0
+    assert judged(one, PEERS)["best"] == "plain"  # no compiled one
+    found = figures([judged(one, PEERS)], failed=0)
+    assert found["optimizer_error_fused"] == pytest.approx(0.2) and not met(found)
+    one["predicted"]["optimizer_ms"] = 10.5
+    assert met(figures([judged(one, PEERS)], failed=0) | {"geomean_eager": 0.9})
+
+
 def test_what_fits_nothing_is_told_and_what_failed_counts():
     refused = {"project": "m amp", "form": "eager", "share": 0.1, "budget": GB, "refused": "no plan fits 1 GB"}
     failed = {**refused, "share": 0.2, "error": "it broke"}
