@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 
-from benchmarks.recompute_plans import unsplit
 from shardwright.pipeline.ir.plan import Partition, Plan, Prediction, Region
 from shardwright.pipeline.models import mlp
 from shardwright.pipeline.sharding.partitions import restricted
@@ -35,6 +34,7 @@ from shardwright.pipeline.tracing.lower import lower as to_ops
 from shardwright.pipeline.tracing.simplify import simplify
 from shardwright.stages.codegen.partitions import write_partitions
 from shardwright.stages.train.engines.pipelined import PipelinedEngine
+from tests.unpipelined import replicated
 
 BAR = 0.9
 PARTITIONS = 2
@@ -67,7 +67,7 @@ def program(width: int, layers: int, batch: int, micro_batches: int) -> str:
     model = mlp.build(**_sizes(width, layers))
     sample = {"inputs": torch.randn(batch, width), "targets": torch.zeros(batch, dtype=torch.int64)}
     graph = find_chain(simplify(to_ops(export_loss(model, sample), model, tuple(sample))))
-    sharding = unsplit(graph)
+    sharding = replicated(graph)
     ends = [0, _middle(graph, layers), len(graph.chain)]
     partitions = tuple(
         Partition(

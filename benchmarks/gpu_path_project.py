@@ -134,7 +134,9 @@ class Project:
         temporary = self.root / "tmp"
         temporary.mkdir(exist_ok=True)
         path = os.pathsep.join(filter(None, (str(SOURCE), os.environ.get("PYTHONPATH"))))
-        return {**os.environ, "PYTHONPATH": path, "TMPDIR": str(temporary)}
+        # As docs/gpu.md and the Makefile have it: stages are processes that start often.
+        usual = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        return {**usual, "PYTHONPATH": path, "TMPDIR": str(temporary)}
 
     def predicted(self) -> tuple[dict[str, float], bool]:
         """Of the plan on disk, and whether it recomputes."""

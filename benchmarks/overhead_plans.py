@@ -10,7 +10,6 @@ from torch.optim import AdamW
 
 from benchmarks.overhead_models import batch_two, build_two
 from benchmarks.profile_accuracy import trace_row
-from benchmarks.recompute_plans import unsplit
 from shardwright.pipeline.cost.step import Workload
 from shardwright.pipeline.ir.cluster import COLLECTIVES, Axis, Cluster, Compute, Curve, LinkCost
 from shardwright.pipeline.ir.graph import OpGraph
@@ -28,7 +27,7 @@ from shardwright.stages.solve.problem.build import build, to_sharding
 from shardwright.stages.solve.problem.families import Families, named
 from shardwright.stages.solve.search.decomposition import fastest
 from shardwright.stages.solve.search.restricted import restrict
-from tests.unpipelined import whole_plan
+from tests.unpipelined import replicated, whole_plan
 
 SEARCH_S = 20.0
 FAMILIES = {"ddp": "DDP", "zero3": "ZeRO-3", "tensor": "tensor"}
@@ -37,7 +36,7 @@ FAMILIES = {"ddp": "DDP", "zero3": "ZeRO-3", "tensor": "tensor"}
 def one_rank(model: dict[str, Any]) -> str:
     """Unsplit."""
     graph = trace_row({**model, "mode": "fp32"})
-    return _text(graph, unsplit(graph), 1)
+    return _text(graph, replicated(graph), 1)
 
 
 def two_ranks(sizes: dict[str, int], name: str) -> str:

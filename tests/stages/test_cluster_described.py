@@ -14,9 +14,7 @@ from shardwright.pipeline.cost.step import Workload
 from shardwright.pipeline.cost.unsplit import card_of
 from shardwright.pipeline.ir.cluster import COLLECTIVES, SEND
 from shardwright.pipeline.ir.codec import decode, encode
-from shardwright.pipeline.ir.graph import OpGraph, Role
 from shardwright.pipeline.ir.layout import Layout, P, R
-from shardwright.pipeline.ir.plan import Sharding, Strategy
 from shardwright.pipeline.sharding.paths import Paths
 from shardwright.stages.cluster.described import describe_compute, from_preset, simulate
 from shardwright.stages.cluster.meshes import LinkRates, group_links
@@ -25,6 +23,7 @@ from shardwright.stages.cluster.run import run
 from shardwright.stages.cluster.topology import partition_of
 from shardwright.stages.command_line import main
 from tests.graphs import SILENT, mlp_graph, profile_of
+from tests.unpipelined import replicated
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(path.stem for path in (ROOT / "conf/cluster").glob("*.yaml"))
@@ -120,15 +119,6 @@ def test_each_candidate_mesh_prices_conversions_and_steps(project):
         sharding = replicated(graph, len(mesh.axes))
         price = Workload(graph, profile_of("mlp"), cluster.on(mesh), 2.0).priced(sharding).step
         assert price.seconds > 0 and price.communication == 0
-
-
-def replicated(graph: OpGraph, axes: int) -> Sharding:
-    whole = Layout((R,) * axes)
-    return Sharding(
-        {op.name: Strategy("R", (whole,) * len(op.inputs), (whole,) * len(op.outputs)) for op in graph.ops},
-        {value.origin: whole for value in graph.of_role(Role.PARAMETER)},
-        {value.name: whole for value in graph.of_role(Role.INPUT)},
-    )
 
 
 def test_a_mesh_of_other_devices_is_refused():

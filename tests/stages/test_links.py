@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.recompute_plans import unsplit
 from shardwright.pipeline.cost import links
 from shardwright.pipeline.cost import step as steps
 from shardwright.pipeline.cost.chain_memory import growing
@@ -21,9 +20,10 @@ from shardwright.pipeline.cost.links import MOST_WAYS, LinkCosts, LinkWay, link_
 from shardwright.pipeline.cost.step import Priced, StepPrice, Workload
 from shardwright.pipeline.ir.graph import OpGraph, Role
 from shardwright.pipeline.ir.plan import Plan, Prediction, Region, Sharding, path_name
-from shardwright.pipeline.ir.profile import Profile, as_run
+from shardwright.pipeline.ir.profile import Compiled, CompiledBlock, CompiledWay, Profile, as_run
 from shardwright.pipeline.ir.program import Convert, Program
 from shardwright.pipeline.models import gpt, mlp
+from shardwright.pipeline.ops.blocks import blocks_of
 from shardwright.pipeline.runtime.step.memory import measure_peak
 from shardwright.stages.checkpoint.recompute import rotor
 from shardwright.stages.checkpoint.recompute.linearize import Linear, linearize
@@ -37,7 +37,7 @@ from shardwright.stages.profile.by_table import profile_graph
 from shardwright.stages.profile.run import make_profile
 from tests import plans
 from tests.graphs import preset, trace
-from tests.unpipelined import whole_plan
+from tests.unpipelined import replicated, whole_plan
 
 # ---- models whose tensors fill what an allocator gives them, so that rounding does not show
 
@@ -138,7 +138,7 @@ def case(name: str, device: str, precision: str, copies: float = 2.0) -> Case:
     profile, why = make_profile(graph, device, precision, torch.optim.AdamW, logging.getLogger())
     assert not why
     graph = as_run(graph, profile.types)
-    priced = Workload(graph, profile, preset(1), copies).priced(unsplit(graph))
+    priced = Workload(graph, profile, preset(1), copies).priced(replicated(graph))
     return Case(priced, linearize(priced))
 
 
@@ -437,3 +437,25 @@ def test_the_fastest_within_a_budget(name, share):
     found = simulate(chain, fastest_within(chain, room, slots).sequence)
     plain = simulate(chain, rotor.schedule(rotor.solve(discretise(chain, room, slots))).sequence)
     assert found.peak <= room and found.time <= plain.time * (1 + 1e-9)
+
+
+def test_compiled_blocks_are_planned_by_what_they_were_measured_to_take():
+    found = case("gpt", "cuda", "amp")
+    spans = blocks_of(found.graph)
+    ways = tuple(
+        CompiledWay(keeps, 1e-3, 3e-3 - 1e-3 * keeps, int(9e6 * keeps) + 10**6, int(9e6 * keeps), 10**7, 2 * 10**7)
+        for keeps in (1.0, 0.5, 0.0)
+    )
+    blocks = tuple(CompiledBlock(first, last, 0) for first, last in spans)
+    profile = replace(found.profile, compiled=Compiled("a card", blocks, (ways,)))
+    linear = linearize(Workload(found.graph, profile, preset(1), 2.0).priced(found.priced.sharding), Join.COMPILED)
+    chain = linear.chain
+    assert linear.spans == spans and chain.length == len(spans) - 1
+    assert set(chain.f) == {1e-3} and all(len(options) == 2 for options in chain.more)
+    most = int(simulate(chain, no_recompute(chain).sequence).peak)
+    kept = {}
+    for room in (most, most - 10**7):
+        schedule = fastest_within(chain, room, 500)
+        assert simulate(chain, schedule.sequence).peak <= room
+        kept[room] = {region.compiled for region in linear.regions(schedule.regions)}
+    assert kept[most] == {1.0} and kept[most - 10**7] & {0.5, 0.0}
