@@ -10,9 +10,9 @@ the same stage and loop with `engine: single`: the module as it is, with every b
     fused      eager, with the optimizer's fused kernels
 
 Milliseconds and peak are those of runs/train/report.json, the first step is what a user waits for it from the command
-on. A plan is held against the fastest peer that fits its budget: eager ones against eager peers, others against all.
-A budget that no plan fits is told, and is no point. What needs no GPU is planned for several projects at a time; what
-measures or trains runs alone.
+on. A plan is held against the fastest peer that fits its budget: eager ones against eager peers, fused ones against
+none (no peer steps so), others against all. A budget that no plan fits is told, and is no point. What needs no GPU is
+planned for several projects at a time; what measures or trains runs alone.
 
 It takes about an hour of a GPU and can be done in shards: what is measured lies in `--folder` and is not measured
 again; `--seconds` is when to begin nothing new; `--only` names points by what is in them: `--only qwen3,eager`;

@@ -78,7 +78,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "resnet50": _row("ResNet", "ForImageClassification", {"num_labels": 1000}, image(256, 224)),
     "gpt2-tiny": _row(  # to try the benchmark itself
         "GPT2", "LMHeadModel",
-        {"n_layer": 3, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 32, "use_cache": False},
+        {"n_layer": 3, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 32, "use_cache": False,
+         "embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0},
         text(8, 32, 64),
     ),
 }  # fmt: skip

@@ -28,6 +28,7 @@ class Failed(Exception):
     def __init__(self, stage: str, told: str) -> None:
         lines = told.strip().splitlines()
         super().__init__(f"{stage}: {lines[-1] if lines else 'failed'}")
+        self.told = told
         self.fits_nothing = "memory_budget_gb" in told
 
 

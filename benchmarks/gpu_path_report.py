@@ -8,9 +8,10 @@ import statistics
 from collections.abc import Iterable
 from typing import Any
 
-from benchmarks.gpu_path_models import EAGER_WAYS
+from benchmarks.gpu_path_models import EAGER_WAYS, WAYS
 
 EAGER_FORMS = ("eager", "fused")
+BESIDE = {"eager": EAGER_WAYS, "fused": ()}  # peers of a form, else all; none steps with a fused optimizer
 NOISE = 1.02  # of a step
 BARS = {
     "over_budget": 0,
@@ -51,13 +52,13 @@ def report(state: State) -> str:
 
 
 def judged(one: dict[str, Any], peers: dict[str, Any]) -> dict[str, Any]:
-    """A plan beside the fastest peer that needs no more than its budget; eager ones beside eager peers."""
+    """A plan beside the fastest of its peers that needs no more than its budget."""
     measured = one["measured"]
     known = {way: peer for way, peer in peers.items() if "error" not in peer}
     fitting = {
         way: peer["ms"]
         for way, peer in known.items()
-        if peer["peak"] <= one["budget"] and (way in EAGER_WAYS or one["form"] not in EAGER_FORMS)
+        if peer["peak"] <= one["budget"] and way in BESIDE.get(one["form"], WAYS)
     }
     best = min(fitting, key=lambda way: fitting[way], default=None)
     alike = known.get("plain" if one["form"] in EAGER_FORMS else "compile")
@@ -139,7 +140,7 @@ def _peer_line(way: str, one: dict[str, Any]) -> str:
 
 def _line(one: dict[str, Any], row: dict[str, Any]) -> str:
     measured, predicted = one["measured"], one["predicted"]
-    peer = f"{row['best']} ({row['ratio']:.3f})" if row["best"] else "none fits"
+    peer = f"{row['best']} ({row['ratio']:.3f})" if row["best"] else "none"
     sizes = "".join(f"{nbytes / 1e9:10.2f}" for nbytes in (one["budget"], measured["peak"], predicted["peak"]))
     times = "".join(f"{value:10.1f}" for value in (measured["ms"], predicted["ms"], measured["first_s"]))
     return f"  {one['form']:11}{one['share']:6.0%} {sizes}{times}   {peer}"
