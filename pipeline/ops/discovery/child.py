@@ -71,8 +71,7 @@ def _started(function: Callable[[Given], str], given: Given) -> Attempt | None:
     """A new process has run no backward pass yet."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    modules = [name for name in sys.modules if name.partition(".")[0] not in sys.stdlib_module_names]
-    process = context.Process(target=_import_and_run, args=(modules, function, given, sender), daemon=True)
+    process = context.Process(target=_import_and_run, args=(_imported(), function, given, sender), daemon=True)
     process.start()
     sender.close()
 
@@ -81,6 +80,10 @@ def _started(function: Callable[[Given], str], given: Given) -> Attempt | None:
         return process.exitcode or 0
 
     return _answer(os.dup(receiver.fileno()), process.kill, wait)
+
+
+def _imported() -> list[str]:
+    return [name for name in sys.modules if name.partition(".")[0] not in sys.stdlib_module_names]
 
 
 def _import_and_run(modules: list[str], function: Callable[[Given], str], given: Given, sender: Connection) -> None:

@@ -167,23 +167,55 @@ def try_all(view: OpView) -> tuple[FoundStrategy, ...]:
         trial = small_trial(view)
         if trial is None or not can_be_tried(trial):
             return ()
-        found = dict.fromkeys(_candidates(trial, RANKS[0], seed=1))
+        whole = _unsplit(trial, trial.draw(1))
+        found = tuple(dict.fromkeys(_candidates(whole, RANKS[0]))) if whole else ()
         drawn = [trial.draw(2 + ranks, signed) for signed in (False, True) for ranks in RANKS]
-        tries = [(ranks, tensors) for ranks, tensors in zip(2 * RANKS, drawn, strict=True) if is_finite(trial, tensors)]
-        return tuple(one for one in found if all(_holds(trial, one, *each) for each in tries))
+        for ranks, tensors in zip(2 * RANKS, drawn, strict=True):
+            if found and is_finite(trial, tensors):
+                whole = _unsplit(trial, tensors)
+                found = _held(found, whole, ranks) if whole else ()
+        return found
 
 
-def _candidates(trial: Trial, ranks: int, seed: int) -> Iterator[FoundStrategy]:
+Run = tuple[list[Tensor], tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class _Unsplit:
+    """The whole op on some tensors: run once, for all that is tried with these."""
+
+    trial: Trial
+    tensors: list[Tensor]
+    inputs: list[Tensor]
+    outputs: tuple[Tensor, ...]
+    coming: list[Tensor | None]  # the gradients of the outputs, where they have one
+    gradients: list[Tensor] | None  # None: it has no derivative
+
+
+def _unsplit(trial: Trial, tensors: list[Tensor]) -> _Unsplit | None:
+    try:
+        inputs, outputs = _run(trial, tensors)
+    except Exception:  # where it keeps something for backward
+        return None
+    torch.default_generator.manual_seed(1)  # other numbers than the summands, which are drawn after a run
+    coming = [torch.randn_like(x) if x.requires_grad else None for x in outputs]
+    try:
+        gradients = _gradients(outputs, coming, inputs)
+    except Exception:  # no derivative
+        gradients = None
+    return _Unsplit(trial, tensors, inputs, outputs, coming, gradients)
+
+
+def _candidates(whole: _Unsplit, ranks: int) -> Iterator[FoundStrategy]:
     """Tries every combination of what the inputs hold forward."""
-    tensors = trial.draw(seed)
-    options = [_forms(tensor, grad, ranks) for tensor, grad in zip(tensors, trial.grads, strict=True)]
+    options = [_forms(x, grad, ranks) for x, grad in zip(whole.tensors, whole.trial.grads, strict=True)]
     if math.prod(map(len, options)) > MOST_TRIALS:
         options = [[s for s in own if s.kind != "P"] for own in options]
     if math.prod(map(len, options)) > MOST_TRIALS:
         return
     for states in itertools.product(*options):
         if any(s.kind != "R" for s in states):
-            yield from _states(trial, tensors, states, ranks)
+            yield from _states(whole, states, ranks)
 
 
 def _forms(tensor: Tensor, grad: bool, ranks: int) -> list[State]:
@@ -191,32 +223,35 @@ def _forms(tensor: Tensor, grad: bool, ranks: int) -> list[State]:
     return [R, *shards_of, *([P] if grad and (tensor.is_floating_point() or tensor.is_complex()) else [])]
 
 
-def _states(trial: Trial, tensors: list[Tensor], forward: tuple[State, ...], ranks: int) -> list[FoundStrategy]:
+def _held(found: tuple[FoundStrategy, ...], whole: _Unsplit, ranks: int) -> tuple[FoundStrategy, ...]:
+    """Those whose states hold with these numbers too."""
+    forwards = dict.fromkeys(tuple(R if s == B else s for s in one.inputs) for one in found)
+    again = {one for forward in forwards for one in _states(whole, forward, ranks)}
+    return tuple(one for one in found if one in again)
+
+
+def _states(whole: _Unsplit, forward: tuple[State, ...], ranks: int) -> list[FoundStrategy]:
     """The states that follow where the inputs hold this forward; `R` stands for the whole, with either gradient."""
     try:
-        return list(_tried(trial, tensors, forward, ranks))
+        return list(_tried(whole, forward, ranks))
     except Exception:  # the op does not take such shards, or gives what cannot be compared
         return []
 
 
-def _tried(trial: Trial, tensors: list[Tensor], forward: tuple[State, ...], ranks: int) -> Iterator[FoundStrategy]:
-    whole, expected = _run(trial, tensors)
-    local = [shards.values(s, x, ranks) for s, x in zip(forward, tensors, strict=True)]
-    runs = [_run(trial, [own[rank] for own in local]) for rank in range(ranks)]
-    if any(len(run[1]) != len(expected) for run in runs):
+def _tried(whole: _Unsplit, forward: tuple[State, ...], ranks: int) -> Iterator[FoundStrategy]:
+    local = [shards.values(s, x, ranks) for s, x in zip(forward, whole.tensors, strict=True)]
+    runs = [_run(whole.trial, [own[rank] for own in local]) for rank in range(ranks)]
+    if any(len(run[1]) != len(whole.outputs) for run in runs):
         return
-    outputs = [_output_state([run[1][i] for run in runs], x, ranks) for i, x in enumerate(expected)]
-    known = [(s, x.requires_grad) for s, x in zip(outputs, expected, strict=True) if s is not None]
+    outputs = [_output_state([run[1][i] for run in runs], x, ranks) for i, x in enumerate(whole.outputs)]
+    known = [(s, x.requires_grad) for s, x in zip(outputs, whole.outputs, strict=True) if s is not None]
     if len(known) < len(outputs):
         return
     for choice in (R, B) if (R, True) in known else (R,):
         made = tuple(choice if (s, carries) == (R, True) else s for s, carries in known)
-        inputs = _input_states(trial, forward, made, whole, expected, runs, ranks)
+        inputs = _input_states(whole, forward, made, runs, ranks)
         if inputs is not None:
             yield FoundStrategy(inputs, made)
-
-
-Run = tuple[list[Tensor], tuple[Tensor, ...]]
 
 
 def _run(trial: Trial, tensors: Sequence[Tensor]) -> Run:
@@ -238,21 +273,17 @@ def _output_state(found: list[Tensor], whole: Tensor, ranks: int) -> State | Non
 
 
 def _input_states(
-    trial: Trial,
-    forward: tuple[State, ...],
-    made: tuple[State, ...],
-    whole: list[Tensor],
-    expected: tuple[Tensor, ...],
-    runs: list[Run],
-    ranks: int,
+    whole: _Unsplit, forward: tuple[State, ...], made: tuple[State, ...], runs: list[Run], ranks: int
 ) -> tuple[State, ...] | None:
     """The states of the inputs by the gradients that come back, or None where they are wrong."""
-    if not any(x.requires_grad for x in expected):
+    if not any(x.requires_grad for x in whole.outputs):
         return forward if all(s.kind != "P" for s in forward) else None
-    coming = [torch.randn_like(x) if x.requires_grad else None for x in expected]
+    if whole.gradients is None:
+        return None
     try:
-        full = _gradients(expected, coming, whole)
-        arriving = [shards.gradients(s, g, ranks) if g is not None else None for s, g in zip(made, coming, strict=True)]
+        arriving = [
+            shards.gradients(s, g, ranks) if g is not None else None for s, g in zip(made, whole.coming, strict=True)
+        ]
         local = [
             _gradients(run[1], [None if g is None else g[rank] for g in arriving], run[0])
             for rank, run in enumerate(runs)
@@ -260,12 +291,10 @@ def _input_states(
     except Exception:  # no derivative
         return None
     states: list[State] = []
-    for number, (state, grad) in enumerate(zip(forward, trial.grads, strict=True)):
+    for number, (state, grad) in enumerate(zip(forward, whole.trial.grads, strict=True)):
         options = (R, B) if state == R and grad else (state,)
-        found = [x[number] for x in local]
-        right = [
-            s for s in options if not grad or not shards.wrong_gradients(s, found, full[number], _near(full[number]))
-        ]
+        found, full = [x[number] for x in local], whole.gradients[number]
+        right = [s for s in options if not grad or not shards.wrong_gradients(s, found, full, _near(full))]
         if not right:
             return None
         states.append(right[-1])
@@ -284,9 +313,3 @@ def _gradients(outputs: Sequence[Tensor], coming: Sequence[Tensor | None], input
 
 def _near(tensor: Tensor) -> float:
     return 1e-8 if tensor.dtype in (torch.float64, torch.complex128) else 1e-4
-
-
-def _holds(trial: Trial, one: FoundStrategy, ranks: int, tensors: list[Tensor]) -> bool:
-    """The same states again, with other numbers."""
-    forward = tuple(R if s == B else s for s in one.inputs)
-    return one in set(_states(trial, tensors, forward, ranks))
