@@ -35,6 +35,7 @@ OPTIONS: dict[str, list[tuple]] = {
         (t(12, 4), t(12, 4, positive=True, grad=False), None, t(4, grad=False, positive=True), 1),
     ],
     "aten.clamp.Tensor": [(t(4, 6), None, t(6))],
+    "aten.conv3d.default": [(t(2, 4, 4, 4, 4), t(4, 2, 2, 2, 2), t(4), (2, 2, 2), (1, 1, 1), (1, 1, 1), 2)],
     "aten.conv_transpose1d.default": [(t(4, 6, 5), t(6, 2, 3), t(6), (2,), (1,), (1,), 3, (2,))],
     "aten.conv_transpose2d.input": [(t(4, 6, 5, 5), t(6, 2, 3, 3), t(4), (2, 2), (1, 1), (1, 1), 2, (2, 2))],
     "aten.conv_transpose3d.input": [
@@ -44,6 +45,7 @@ OPTIONS: dict[str, list[tuple]] = {
         (t(6, 4), t(5, high=6), t(4, values=(0, 2, 2, 5), dtype="int64"), 0, t(5), True, 1, True),
         (t(12, 4), t(6, 4, high=12), None, 2, None, False, 3),
         (t(12, 4), t(6, 4, high=12), None, 1, None, False, 3),
+        (t(4, 4), t(0, values=(), dtype="int64"), t(2, values=(0, 0), dtype="int64"), 2),
     ],
     "aten.elu.default": [(t(4, 6), 0.7, 1.3, 2)],
     "aten.flatten.using_ints": [(t(4, 6, 2, 3), 1, 2)],
@@ -81,6 +83,7 @@ OPTIONS: dict[str, list[tuple]] = {
     "aten.smooth_l1_loss.default": [(t(12, 4), t(12, 4), 2, 0.5)],
     "aten.softplus.default": [(t(4, 6), 2, 3)],
     "aten.sort.default": [(t(4, 6), 1, True)],
+    "aten.sum.dim_IntList": [(t(4, 6), (1,), True)],
     "aten.std.dim": [(t(4, 6), (1,), False, True)],
     "aten.topk.default": [(t(4, 6), 2, 1, False, False)],
     "aten.triu.default": [(t(4, 6), 1)],

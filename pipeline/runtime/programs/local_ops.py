@@ -200,6 +200,8 @@ def row_split_embedding_bag(
 def _largest(found: Tensor, mine: Tensor, bag: Tensor, bags: int, axis: str) -> Tensor:
     """Of every bag and column; of equal ones the first has the gradient, on the rank that holds it."""
     none, last = float("-inf"), found.shape[0]
+    if not last:  # no bag has an index
+        return found.sum(0).expand(bags, -1)
     values = found.detach().masked_fill(~mine.unsqueeze(1), none)
     at = bag.unsqueeze(1).expand_as(values)
     most = values.new_full((bags, values.shape[1]), none).scatter_reduce(0, at, values, "amax")
