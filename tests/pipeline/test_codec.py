@@ -46,7 +46,7 @@ from shardwright.pipeline.ir.plan import (
 from shardwright.pipeline.ir.profile import Kernel, Kernels, LinkKernels, OpCost, Profile, Share, Step
 from shardwright.pipeline.ir.report import Report
 
-FEW = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+FEW = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 names = st.text(min_size=1, max_size=8)
 seconds = st.floats(allow_nan=False, allow_infinity=False)
@@ -58,11 +58,11 @@ layouts = st.lists(st.one_of(st.sampled_from("RBP").map(State), st.integers(0, 7
 
 
 def tuples(items, **limits):
-    return st.lists(items, max_size=4, **limits).map(tuple)
+    return st.lists(items, max_size=2, **limits).map(tuple)
 
 
 def tables(values):
-    return st.dictionaries(names, values, max_size=4)
+    return st.dictionaries(names, values, max_size=2)
 
 
 arguments = st.recursive(
