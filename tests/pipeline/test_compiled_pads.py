@@ -35,7 +35,8 @@ def wide(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         (head, 1.0, without_kernels),
         (head, 0.0, without_kernels),
         (wide, 1.0, without_kernels),
-        (wide, 0.0, nullcontext),
+        (wide, 0.0, without_kernels),
+        pytest.param(wide, 0.0, nullcontext, marks=pytest.mark.long),
     ],
 )
 def test_what_two_products_read_is_padded_once(monkeypatch, function, keeps, kernels):

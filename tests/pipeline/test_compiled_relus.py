@@ -101,6 +101,7 @@ def masked_by_the_second_alone(left_out: list[int]) -> None:
     assert not torch.allclose(blind[0], found[0])  # nothing masks the first one's
 
 
+@pytest.mark.long
 @torch._functorch.config.patch(enable_autograd_cache=False)  # what it remembers is not compiled again
 def test_kernels_mask_what_their_graphs_do(left_out):
     found = gradients((compiled(start, 1.0, before_relu=True), compiled(end, 1.0, after_relu="x")))
