@@ -14,6 +14,7 @@ What is found is kept by the op's signature, in memory and, once `remember_in` n
 from __future__ import annotations
 
 import hashlib
+import importlib
 import itertools
 import json
 import logging
@@ -149,6 +150,7 @@ def search(view: OpView) -> tuple[tuple[FoundStrategy, ...], bool]:
     """
     if not is_triable(view):
         return (), True
+    importlib.import_module("torch.fx.experimental.symbolic_shapes")  # autograd would, in every child anew
     answer = attempt(_try_and_tell, view)
     if answer.text is None:
         told = "%s runs whole on every rank: the process that tried it %s; give its rule in conf/model, under ops"
