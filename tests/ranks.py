@@ -20,7 +20,10 @@ from shardwright.pipeline.runtime.programs.mesh import set_mesh
 AXIS = "d0"
 COLLECTIVE_S = 800  # a rank may have to wait for a core; one that failed closes its connections
 # Imported once for all ranks of all tests: what most modules of tests import takes a rank longer than its work.
-PRELOADED = ("torch", "torch._dynamo", "pytest", "hypothesis", "tests.plans", "tests.storage_plans", "tests.mesh_plans")
+PRELOADED = (
+    *("torch", "torch._dynamo", "torch._inductor.compile_fx", "shardwright.pipeline.runtime.compiler.partitioner"),
+    *("pytest", "hypothesis", "tests.plans", "tests.storage_plans", "tests.mesh_plans"),
+)
 
 
 def run_ranks(

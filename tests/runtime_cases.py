@@ -29,6 +29,7 @@ from shardwright.pipeline.runtime.step.memory import storage_bytes
 from shardwright.pipeline.runtime.step.passes import run_passes
 from shardwright.pipeline.sharding.conversions import TABLE, conversion
 from tests import shards
+from tests.compiling import without_kernels
 from tests.ranks import AXIS
 
 SHAPES = {"matrix": (6, 12), "cube": (6, 5, 12), "scalar": ()}
@@ -551,7 +552,7 @@ def check_compiled() -> None:
     """A compiled block moves what it would move, and its gradients are those of the plain one."""
     shape = torch.rand(4, 3), torch.rand(3, 3)
     found = []
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), without_kernels():
         warnings.simplefilter("ignore")  # torch's own, when it compiles
         for block in (moving_block, compiled(moving_block, keeps=1.0)):
             x, w = (tensor.clone().requires_grad_() for tensor in shape)
