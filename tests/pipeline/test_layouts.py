@@ -474,13 +474,12 @@ def test_calibration_recovers_the_shares_that_made_the_steps():
     one = machine(1)
     true = with_shares(one, np.log([0.7, 0.5, 0.6, 30.0, 0.6, 40.0]))
     steps, draw = [], random.Random(3)
-    for hidden in (1024, 2048):
+    for words in (50257, 51200):
         for tp in (1, 2, 4):
             for micro in (1, 4, 16):
-                for words in (50257, 51200):
-                    model = Transformer(hidden, 12, 16, 1024, words)
-                    layout = ParallelLayout(8 // tp, tp, 1, micro, 512, attention=PLAIN)
-                    steps.append(MeasuredStep(model, layout, 1.0))
+                model = Transformer(1024, 12, 16, 1024, words)
+                layout = ParallelLayout(8 // tp, tp, 1, micro, 512, attention=PLAIN)
+                steps.append(MeasuredStep(model, layout, 1.0))
     times = predicted(steps, true, WORKS)
     steps = [replace(step, seconds=time * draw.uniform(0.98, 1.02)) for step, time in zip(steps, times, strict=True)]
     found = calibrated(steps, one, WORKS)
@@ -495,7 +494,9 @@ def test_calibration_recovers_the_shares_that_made_the_steps():
 # ---- models of conf/model, as they are
 
 
-@pytest.mark.parametrize("sizes", [GATED, SMALL], ids=["gated", "plain"])
+@pytest.mark.parametrize(
+    "sizes", [pytest.param(GATED, id="gated"), pytest.param(SMALL, id="plain", marks=pytest.mark.long)]
+)
 def test_a_model_of_conf_costs_what_its_sizes_cost(sizes):
     """The same module, six layers deep, without a word about what it is."""
     sizes = replace(sizes, layers=6, vocabulary=4096)
