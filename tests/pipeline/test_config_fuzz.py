@@ -49,7 +49,7 @@ def check_error(error: ConfigError, file: str) -> None:
     line.encode("utf-8")
 
 
-@MANY
+@settings(MANY, max_examples=80)
 @given(st.data())
 def test_invalid_mutations_are_refused_at_the_mutated_file(project: Path, data: st.DataObject) -> None:
     mutation = data.draw(invalid_mutations(PROJECT))

@@ -23,7 +23,7 @@ from tests.meshes import check, distribute, mesh, run_threads
 from tests.one_op import Example, example, run_unsplit, t
 from tests.shards import FORWARD, GRADIENT
 
-MESHES = [(2, 2), (2, 3), (3, 2)]
+MESHES = [(2, 3), *(pytest.param(sizes, marks=pytest.mark.long) for sizes in ((2, 2), (3, 2)))]
 INDEX = {"high": 12}
 OPS = {
     "linear": ("aten.linear.default", t(6, 12, 6), t(12, 6), t(12)),
@@ -114,7 +114,8 @@ def test_a_linear_layer_has_at_least_the_layouts_of_colossal_auto() -> None:
 @pytest.mark.parametrize("sizes", [(2, 2), (4, 2), (2, 2, 2), (8, 8)], ids=str)
 def test_strategies_fit_and_differ(sizes: tuple[int, ...]) -> None:
     graph = gpt_graph()
-    for name, options in graph_strategies(graph, sizes).items():
+    distinct = {id(options): (name, options) for name, options in graph_strategies(graph, sizes).items()}
+    for name, options in distinct.values():  # equal ops share theirs
         op = graph.op(name)
         assert len({(s.inputs, s.outputs) for s in options}) == len(options)
         assert any(all(s == R for x in (*o.inputs, *o.outputs) for s in x.states) for o in options)

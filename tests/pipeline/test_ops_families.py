@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+
 import pytest
 
 pytest.importorskip("transformers", reason="the extra `hf` is not installed")
@@ -12,7 +14,7 @@ from shardwright.pipeline.ops.dims import read_line, strategies
 from shardwright.pipeline.ops.discovery import discover
 from shardwright.pipeline.ops.discovery.child import Attempt
 from shardwright.pipeline.ops.mesh import view_op
-from shardwright.pipeline.ops.rule import plain_view
+from shardwright.pipeline.ops.rule import OpView, plain_view
 from shardwright.pipeline.ops.table import rule_of
 from tests.families import FAMILIES
 from tests.programs import plan_for, uniform, write
@@ -34,10 +36,16 @@ def graphs() -> dict[str, OpGraph]:
     return {build.__name__: graph_of(build) for build in FAMILIES}
 
 
-def distinct_ops(graphs: dict[str, OpGraph]) -> list[tuple[OpGraph, Op]]:
-    """One op of each signature."""
-    found = {discover._signature(plain_view(g, op)): (g, op) for g in graphs.values() for op in g.ops}
+def distinct_ops(
+    graphs: dict[str, OpGraph], kind: Callable[[OpView], Hashable] = discover._signature
+) -> list[tuple[OpGraph, Op]]:
+    """One op of each kind."""
+    found = {kind(plain_view(g, op)): (g, op) for g in graphs.values() for op in g.ops}
     return list(found.values())
+
+
+def target_and_dims(view: OpView) -> Hashable:
+    return view.op.target, tuple(len(t.shape) for t in view.inputs), view.input_grads
 
 
 def test_every_op_has_a_rule(graphs) -> None:
@@ -62,13 +70,14 @@ def test_no_heavy_op_runs_whole(graphs) -> None:
                 assert split, f"{name}: {op}"
 
 
-def test_no_valid_split_is_missing(graphs, monkeypatch) -> None:
+@pytest.mark.parametrize("kind", [target_and_dims, pytest.param(discover._signature, marks=pytest.mark.long)])
+def test_no_valid_split_is_missing(graphs, kind, monkeypatch) -> None:
     """What the oracle finds by running the op, against what the table says; and nothing is listed that is not found."""
     monkeypatch.setattr(
         discover, "attempt", lambda function, view: Attempt(function(view))
     )  # no op of theirs needs a child
     missing: dict[str, set[str]] = {}
-    for graph, op in distinct_ops(graphs):
+    for graph, op in distinct_ops(graphs, kind):
         view = plain_view(graph, op)
         ours = {(s.inputs, s.outputs) for s in strategies(rule_of(op), view, 2)}
         for s in strategies(None, view, 2):

@@ -106,7 +106,7 @@ def any_mesh(draw, sizes: tuple[int, ...]) -> tuple[Axis, ...]:
 @pytest.mark.parametrize(
     ("shape", "sizes"),
     [((12,), (2,)), ((8, 4), (2, 2)), ((6, 12), (2, 3)), ((4, 4, 4), (2, 2)), ((24,), (2, 2)), ((8,), (2, 2, 2)),
-     ((4, 4), (2, 2, 2))],
+     pytest.param((4, 4), (2, 2, 2), marks=pytest.mark.long)],
 )  # fmt: skip
 @settings(max_examples=6, deadline=None)
 @given(st.data(), st.booleans())

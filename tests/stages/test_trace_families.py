@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Container
 from contextlib import nullcontext
 from dataclasses import replace
@@ -33,6 +32,7 @@ from shardwright.stages.profile.costs import all_kernels, op_costs, value_types
 from shardwright.stages.profile.step import profile_step
 from tests.families import FAMILIES, LENGTH, llama, mixtral, t5, tokens
 from tests.interpreter import run_graph
+from tests.made import made_once
 
 
 def trace(build, batch, device: str = "cpu", *, amp: bool = False, stay: Container[str] = ()) -> OpGraph:
@@ -68,7 +68,7 @@ def check_equal(graph: OpGraph, model: nn.Module, batch, around=nullcontext) -> 
         assert torch.equal(ours, theirs), name
 
 
-@functools.cache
+@made_once
 def graph_of(build) -> OpGraph:
     return trace(build, FAMILIES[build])
 
