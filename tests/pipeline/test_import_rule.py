@@ -74,12 +74,16 @@ def _ours(target: str) -> str:
 
 def _dynamic(node: ast.AST) -> str:
     """`importlib.import_module("constant")` or `f"constant{...}"`: the constant part."""
-    if not (isinstance(node, ast.Call) and node.args and ast.unparse(node.func).endswith("import_module")):
+    if not (isinstance(node, ast.Call) and node.args and _last_word(node.func).endswith("import_module")):
         return ""
     argument = node.args[0]
     if isinstance(argument, ast.JoinedStr) and argument.values and isinstance(argument.values[0], ast.Constant):
         argument = argument.values[0]
     return str(argument.value).rstrip(".") if isinstance(argument, ast.Constant) else ""
+
+
+def _last_word(function: ast.expr) -> str:
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
 def _only_for_types(node: ast.AST) -> bool:

@@ -88,6 +88,7 @@ def test_the_less_is_kept_the_same_is_computed(function, given, least):
     assert sizes == sorted(set(sizes), reverse=True)
 
 
+@pytest.mark.long
 def test_kernels_of_what_is_made_again_compute_the_same():
     torch._dynamo.reset()
     torch.testing.assert_close(
