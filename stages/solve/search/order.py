@@ -46,6 +46,7 @@ class EliminationOrder:
         for number, scope in enumerate(scopes):
             for variable in scope:
                 self.naming[variable].add(number)
+        self.near = [{w for t in named for w in scopes[t]} for named in self.naming]  # that a table names beside it
         self.share = dict(groups)  # table of a share that is still there -> its forms
         self.unit: dict[int, tuple[int, ...]] = {v: (v,) for v in range(len(sizes))}
         self.group: dict[int, int] = {}  # form -> its share
@@ -57,9 +58,8 @@ class EliminationOrder:
         self.dense: set[int] = set()
         self.steps = self._find()
 
-    def around(self, unit: tuple[int, ...]) -> tuple[int, ...]:
-        found = {v for variable in unit for t in self.naming[variable] for v in self.scopes[t]}
-        return tuple(sorted(found - set(unit)))
+    def around(self, unit: tuple[int, ...]) -> set[int]:
+        return set().union(*(self.near[variable] for variable in unit)).difference(unit)
 
     def weight(self, unit: tuple[int, ...]) -> float:
         """By the rule; infinite where it must wait: a maker, or what would tie two forms of a share together."""
@@ -68,11 +68,10 @@ class EliminationOrder:
         if self.making.get(unit[0]) or len(set(shares)) < len(shares):
             return inf
         if self.rule is OrderRule.fill:
-            near = [{w for t in self.naming[v] for w in self.scopes[t]} for v in around]
-            return sum(w not in own for own in near for w in around) / 2
+            return sum(len(around - self.near[v]) for v in around) / 2
         return self._work(unit, around) if self.rule is OrderRule.work else prod(self.sizes[v] for v in around)
 
-    def _work(self, unit: tuple[int, ...], around: tuple[int, ...]) -> int:
+    def _work(self, unit: tuple[int, ...], around: set[int]) -> int:
         each = ENTRIES_PER_INDEX if unit[0] in self.group else self.sizes[unit[0]]
         return each * prod(self.sizes[v] for v in around)
 
@@ -110,7 +109,8 @@ class EliminationOrder:
         return {*((form,) for form in forms), *weight}
 
     def _step(self, unit: tuple[int, ...]) -> EliminationStep:
-        neighbours = self.around(unit)
+        around = self.around(unit)
+        neighbours = tuple(sorted(around))
         tables = sorted({t for v in unit for t in self.naming[v]})
         number = self.group.get(unit[0])
         if number is not None:  # the making of the forms comes first
@@ -123,4 +123,5 @@ class EliminationOrder:
         self.scopes.append(neighbours)
         for neighbour in neighbours:
             self.naming[neighbour].add(len(self.scopes) - 1)
+            self.near[neighbour] = self.near[neighbour].difference(unit) | around
         return EliminationStep(unit, neighbours, tuple(tables))
