@@ -27,7 +27,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 
 
@@ -51,6 +51,14 @@ class State:
             raise ValueError(f"state {self.kind} with dim {self.dim}: S needs a dim, the others have none")
         if self.outer < 1 or self.after < 0 or (self.kind != "S" and (self.outer, self.after) != (1, 0)):
             raise ValueError(f"state {self.kind} with {self.outer} parts and {self.after} primes: only S has them")
+
+    @cached_property
+    def _hash(self) -> int:
+        """Of numbers alone: that of a text is another one in each process, and states are sent from one to another."""
+        return hash((ord(self.kind), self.dim, self.outer, self.after))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def __str__(self) -> str:
         parts = f":{self.outer}" if self.outer > 1 else ""
@@ -108,6 +116,13 @@ class Layout:
     def __post_init__(self) -> None:
         if any(s.after for s in self.states):
             object.__setattr__(self, "states", _fewest_primes(self.states))
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.states)
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def __str__(self) -> str:
         return ",".join(str(s) for s in self.states)

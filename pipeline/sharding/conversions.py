@@ -33,6 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import groupby
 
 from shardwright.pipeline.ir.cluster import COLLECTIVES, Axis, Compute
@@ -94,6 +95,7 @@ def entry_seconds(entry: Conversion, nbytes: int, grad: bool, axis: Axis, comput
     return Seconds(seconds(entry.forward), sum(map(seconds, backward)))
 
 
+@lru_cache(maxsize=1 << 14)
 def step_axis(source: Layout, target: Layout, sizes: tuple[int, ...]) -> int:
     """The one axis on which two layouts differ, digits of the other axes compared where they lie."""
     before, after = source.places(sizes), target.places(sizes)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -44,6 +47,14 @@ def test_a_layout_is_read_as_it_is_printed(layout: Layout) -> None:
     assert Layout.parse(str(layout)) == layout
     assert Layout.from_json(layout.to_json()) == layout
     assert hash(Layout.parse(str(layout))) == hash(layout)
+
+
+def test_a_hash_is_the_same_in_every_process() -> None:
+    """It is kept, and sent to other processes with the layout."""
+    code = "from shardwright.pipeline.ir.layout import Layout; print(hash(Layout.parse('S(0:2),R')))"
+    known = {**os.environ, "PYTHONHASHSEED": "7"}
+    other = subprocess.run([sys.executable, "-c", code], env=known, capture_output=True, text=True, check=True)
+    assert int(other.stdout) == hash(Layout.parse("S(0:2),R"))
 
 
 def test_text_of_states_and_layouts() -> None:
