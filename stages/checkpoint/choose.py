@@ -72,9 +72,14 @@ LITTLE = 0.01  # of the time, that a device may wait for its host
 def evaluate(
     graph: OpGraph, profile: Profile, cluster: Cluster, frontier: Frontier, number: int, settings: Checkpoint
 ) -> Candidate:
-    point = frontier.points[number]
-    mesh = frontier.meshes[point.mesh]
+    mesh = frontier.meshes[frontier.points[number].mesh]
     workload = Workload(graph, profile, cluster.on(mesh), frontier.optimizer_copies, frontier.micro_batches)
+    return evaluate_on(workload, frontier, number, settings)
+
+
+def evaluate_on(workload: Workload, frontier: Frontier, number: int, settings: Checkpoint) -> Candidate:
+    """`workload` is on the mesh of that point, and may be that of several."""
+    graph, profile, point = workload.graph, workload.profile, frontier.points[number]
     priced = workload.priced(point.sharding)
     linear = linearize(priced, join_of(settings, profile.compiled is not None))
     candidate = Candidate(number, priced, priced.step, linear, None, NOTHING, 0)

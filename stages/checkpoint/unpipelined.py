@@ -6,17 +6,19 @@ memory: of each plan more slices are looked at until one of them fits with nothi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 
 from shardwright.pipeline.base.errors import SolveError
 from shardwright.pipeline.config import Checkpoint, Pipeline, Recompute
+from shardwright.pipeline.cost.step import Workload
 from shardwright.pipeline.ir.cluster import Cluster
 from shardwright.pipeline.ir.graph import OpGraph
 from shardwright.pipeline.ir.plan import Frontier
 from shardwright.pipeline.ir.profile import Profile
 from shardwright.pipeline.sharding.slices import fits, sliced, slices_of
-from shardwright.stages.checkpoint.choose import Candidate, evaluate
+from shardwright.stages.checkpoint.choose import Candidate, evaluate_on
 from shardwright.stages.checkpoint.pipelines.pipelined import may_stand_alone, slice_counts
 
 
@@ -27,10 +29,21 @@ def find_alone(
     if not may_stand_alone(settings, frontier):
         return []
     cuts = _cuts(graph.batch, cluster.devices, frontier.micro_batches, settings, where)
+
+    @cache  # prices of ops are those of all points on a mesh
+    def load(cut: tuple[int, ...], mesh: int) -> Workload:
+        own, costs = part(cut)
+        passes = frontier.micro_batches * len(cut)
+        return Workload(own, costs, cluster.on(frontier.meshes[mesh]), frontier.optimizer_copies, passes)
+
+    @cache
+    def part(cut: tuple[int, ...]) -> tuple[OpGraph, Profile]:
+        return sliced(graph, profile, cut)
+
     found = [
         one
         for number in range(len(frontier.points))
-        for one in _in_slices(graph, profile, cluster, frontier, number, settings, cuts)
+        for one in _in_slices(graph, frontier, number, settings, cuts, load)
     ]
     if frontier.points and not found and settings.pipeline is Pipeline("off"):
         raise SolveError(
@@ -58,20 +71,19 @@ def _cuts(batch: int, devices: int, passes: int, settings: Checkpoint, where: st
 
 def _in_slices(
     graph: OpGraph,
-    profile: Profile,
-    cluster: Cluster,
     frontier: Frontier,
     number: int,
     settings: Checkpoint,
     cuts: tuple[tuple[int, ...], ...],
+    load: Callable[[tuple[int, ...], int], Workload],
 ) -> Iterator[Candidate]:
+    """`load` is of a cut, on a mesh of the frontier."""
     point = frontier.points[number]
     for cut in cuts:
         if not fits(graph, point.sharding, frontier.meshes[point.mesh].sizes, cut):
             continue
-        own, costs = sliced(graph, profile, cut)
         passes = replace(frontier, micro_batches=frontier.micro_batches * len(cut))
-        found = evaluate(own, costs, cluster, passes, number, settings)
+        found = evaluate_on(load(cut, point.mesh), passes, number, settings)
         yield replace(found, slices=cut if len(cut) > 1 else ())
         twice = found.device_seconds > found.linear.once * (1 + 1e-9)
         if found.regions is not None and not twice:
