@@ -33,7 +33,7 @@ from shardwright.pipeline.config import listing, load_config, load_part
 from shardwright.pipeline.config.schema import OverlapMode
 from shardwright.pipeline.layouts.calibrate import FITTED, MeasuredStep, calibrated, predicted
 from shardwright.pipeline.layouts.machine import Machine, machine_of
-from shardwright.pipeline.layouts.measured import AllWorks, read_rows, step_of
+from shardwright.pipeline.layouts.measured import read_rows, step_of, works_known
 from shardwright.pipeline.layouts.search import Wanted, search
 from shardwright.pipeline.layouts.sizes import AttentionKernel, ParallelLayout, why_not
 from shardwright.pipeline.layouts.step import LayoutPrices
@@ -52,7 +52,7 @@ ALONE = {"recompute": RecomputeMode.none, "vocabulary": 50257}
 ACROSS = {"recompute": RecomputeMode.full, "vocabulary": 51200}
 NETWORK = 100.0  # GB/s of a node: four HDR cards, as the authors of these measurements describe their cluster
 PLANNER = planner_stages()
-WORKS = AllWorks(load_config(ROOT), PLANNER)
+WORKS = works_known(load_config(ROOT), PLANNER)
 
 
 def main(arguments: list[str]) -> int:

@@ -17,7 +17,7 @@ from shardwright.pipeline.config import listing, load_config, load_part, set_key
 from shardwright.pipeline.config.schema import OverlapMode
 from shardwright.pipeline.layouts.calibrate import FITTED, MeasuredStep, WorksOf, calibrated, predicted
 from shardwright.pipeline.layouts.machine import Machine, machine_of
-from shardwright.pipeline.layouts.measured import AllWorks, StepsError, read_rows, step_of
+from shardwright.pipeline.layouts.measured import StepsError, read_rows, step_of, works_known
 from shardwright.pipeline.layouts.planner_stages import PlannerStages
 from shardwright.pipeline.layouts.sizes import why_not
 from shardwright.pipeline.layouts.work import RecomputeMode
@@ -35,7 +35,7 @@ def run(root: Path, arguments: argparse.Namespace, stages: PlannerStages, log: L
         raise StepsError("a CSV of steps is fitted alone", where=str(arguments.files[1]), remedy="name one file")
     machine = machine_of(load_part(root, "cluster", name), stages, file)
     steps = read_steps(arguments, log)
-    works = AllWorks(config, stages)
+    works = works_known(config, stages)
     fitted = random.Random(SEED).sample(steps, min(MOST, len(steps)))
     found = calibrated(fitted, machine, works)
     reached = {name: float(f"{getattr(found.settings.preset.reached, name):.3g}") for name in FITTED}

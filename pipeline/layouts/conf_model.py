@@ -11,6 +11,7 @@ from shardwright.pipeline.base.errors import TraceError
 from shardwright.pipeline.config import Config, Precision
 from shardwright.pipeline.ir.graph import OpGraph, Role, TensorType
 from shardwright.pipeline.ir.profile import Profile
+from shardwright.pipeline.layouts.measured import works_known
 from shardwright.pipeline.layouts.planner_stages import PlannerStages
 from shardwright.pipeline.layouts.sizes import (
     AttentionKernel,
@@ -19,7 +20,7 @@ from shardwright.pipeline.layouts.sizes import (
     Transformer,
     parameters_in_words,
 )
-from shardwright.pipeline.layouts.traced import LEAST_SAMPLES, TransformerTrace, Works, on_gpu
+from shardwright.pipeline.layouts.traced import LEAST_SAMPLES, Works, on_gpu
 from shardwright.pipeline.layouts.words import ConfModel
 from shardwright.pipeline.layouts.work import Pass
 from shardwright.pipeline.tracing.shortened import EqualBlocks, equal_blocks
@@ -145,7 +146,7 @@ def with_works(
     model: Transformer | ConfModel, config: Config, stages: PlannerStages
 ) -> tuple[Transformer | TracedModel, Works]:
     if isinstance(model, Transformer):
-        return model, Works(TransformerTrace(model, config), stages)
+        return model, works_known(config, stages)(model)
     own = TracedModel.of(model, config)
     return own, Works(own, stages)
 

@@ -76,3 +76,13 @@ class AllWorks:
         if layer not in self._made:
             self._made[layer] = Works(TransformerTrace(layer, self.config), self.stages)
         return self._made[layer]
+
+
+_last: list[AllWorks] = []
+
+
+def works_known(config: Config, stages: PlannerStages) -> AllWorks:
+    """Those that prices before left in this process: by its sizes a model is traced alike under any configuration."""
+    if not _last or _last[0].stages != stages:
+        _last[:] = [AllWorks(config, stages)]
+    return _last[0]

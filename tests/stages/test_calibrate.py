@@ -14,7 +14,7 @@ import pytest
 from shardwright.pipeline.config import load_config, load_part
 from shardwright.pipeline.layouts.calibrate import predicted, with_shares
 from shardwright.pipeline.layouts.machine import machine_of
-from shardwright.pipeline.layouts.measured import COLUMNS, AllWorks, step_of
+from shardwright.pipeline.layouts.measured import COLUMNS, step_of, works_known
 from shardwright.pipeline.layouts.work import RecomputeMode
 from shardwright.stages.calibrate import read_steps
 from shardwright.stages.command_line import main
@@ -49,7 +49,7 @@ def test_shares_are_found_written_and_taken(project, capsys):
     known = machine_of(load_part(ROOT, "cluster", "dgx_h100"), planner, "here")
     true = with_shares(known, np.log(list(SHARES.values())))
     steps = [step_of(row, RecomputeMode.full, 51200) for row in STEPS]
-    times = predicted(steps, true, AllWorks(load_config(ROOT), planner))
+    times = predicted(steps, true, works_known(load_config(ROOT), planner))
     write(project / "steps.csv", [{**row, "milliseconds": 1e3 * t} for row, t in zip(STEPS, times, strict=True)])
     price = ["price", "dp=8", "model=gpt_1.7b", "cluster=dgx_h100", "recompute=full"]
     assert main(price) == 0
@@ -70,9 +70,11 @@ def test_errors_are_those_of_all_steps_and_three_digits_are_written(project, cap
     """Of three steps one is fitted; they took as long as is predicted, twice and four times as long."""
     planner = planner_stages()
     here = machine_of(load_part(ROOT, "cluster", "dgx_h100"), planner, "here")
-    times = predicted(
-        [step_of(row, RecomputeMode.full, 51200) for row in STEPS[:3]], here, AllWorks(load_config(ROOT), planner)
+    steps, works = (
+        [step_of(row, RecomputeMode.full, 51200) for row in STEPS[:3]],
+        works_known(load_config(ROOT), planner),
     )
+    times = predicted(steps, here, works)
     rows = [{**row, "milliseconds": 1e3 * n * t} for n, row, t in zip((1, 2, 4), STEPS, times, strict=False)]
     write(project / "steps.csv", rows)
     monkeypatch.setattr("shardwright.stages.calibrate.MOST", 1)

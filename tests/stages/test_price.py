@@ -62,6 +62,15 @@ def test_the_cluster_has_as_many_nodes_as_are_needed_or_given(project, capsys):
     assert capsys.readouterr().out == given and "64 devices of dgx_h100" in given
 
 
+def test_a_second_price_of_a_model_traces_nothing(project, capsys, monkeypatch):
+    words = ["price", "model=gpt_7.5b", "dp=8", "tp=4", "cluster=dgx_h100"]
+    assert main(words) == 0
+    first = capsys.readouterr().out
+    monkeypatch.setattr("shardwright.pipeline.layouts.traced.trace", None)
+    assert main(words) == 0
+    assert capsys.readouterr().out == first
+
+
 def test_sizes_make_a_model_and_change_one(project, capsys):
     words = "hidden=12288 layers=96 heads=96 sequence=2048 vocabulary=51200 batch=1536 tp=8 pp=16 dp=4"
     assert main(["price", *words.split()]) == 0

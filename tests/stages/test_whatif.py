@@ -17,10 +17,10 @@ from shardwright.pipeline.base.artifacts import load
 from shardwright.pipeline.config import load_config, load_part
 from shardwright.pipeline.ir.cluster import Group, LinkCost
 from shardwright.pipeline.layouts.machine import machine_of
+from shardwright.pipeline.layouts.measured import works_known
 from shardwright.pipeline.layouts.search import search
 from shardwright.pipeline.layouts.sizes import KNOWN, LayoutError
 from shardwright.pipeline.layouts.step import LayoutPrices
-from shardwright.pipeline.layouts.traced import TransformerTrace, Works
 from shardwright.stages.command_line import main
 from shardwright.stages.commands import planner_stages
 from shardwright.stages.whatif.answer import STOPPED, SlowerLinks, table
@@ -162,7 +162,7 @@ ONE_HOST = ("model=gpt_7.5b", "cluster=dgx_a100")
 
 @pytest.fixture(scope="module")
 def prices():
-    works = Works(TransformerTrace(MODEL, load_config(ROOT)), planner_stages())
+    works = works_known(load_config(ROOT), planner_stages())(MODEL)
     return LayoutPrices(MODEL, works, machine_of(load_part(ROOT, "cluster", "dgx_a100"), works.stages, "dgx_a100"))
 
 
@@ -182,7 +182,7 @@ def fits(prices):
 
 def of_sequence(prices, sequence):
     model = replace(MODEL, sequence=sequence)
-    return replace(prices, model=model, works=Works(TransformerTrace(model, load_config(ROOT)), prices.works.stages))
+    return replace(prices, model=model, works=works_known(load_config(ROOT), prices.works.stages)(model))
 
 
 @pytest.mark.long
