@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -13,6 +15,7 @@ from shardwright.stages.solve.problem.data import Edge, Holding, Node, Problem, 
 LENGTH = 5  # moments
 
 
+@functools.cache
 def random_problem(seed: int, nodes: int = 6, choices: int = 3) -> Problem:
     """Edges may be parallel, some pairs and choices forbidden; several read one tensor; memory comes and goes."""
     chosen = random.Random(seed)
@@ -57,8 +60,13 @@ def _holdings(chosen: random.Random, shape: tuple[int, ...]) -> tuple[Holding, .
     return tuple(found)
 
 
-def every_plan(problem: Problem):
+@functools.cache
+def every_plan(problem: Problem) -> tuple[tuple[tuple[int, ...], float, float], ...]:
     """Each plan that is allowed: its choices, cost and peak."""
+    return tuple(_plans(problem))
+
+
+def _plans(problem: Problem) -> Iterator[tuple[tuple[int, ...], float, float]]:
     for picked in itertools.product(*(range(len(node.costs)) for node in problem.nodes)):
         cost = _cost(problem, picked)
         if math.isfinite(cost):
