@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Container
+from collections.abc import Callable, Container
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ from shardwright.pipeline.tracing.simplify import simplify
 from shardwright.pipeline.user.loss import pick_loss
 from shardwright.stages.profile.costs import all_kernels, op_costs, value_types
 from shardwright.stages.profile.step import profile_step
-from tests.families import FAMILIES, LENGTH, llama, mixtral, t5, tokens
+from tests.families import FAMILIES, LENGTH, bert, gpt2, llama, mixtral, resnet, t5, tokens, vit
 from tests.interpreter import run_graph
 from tests.made import made_once
 
@@ -85,9 +86,22 @@ def test_the_graph_alone_is_the_model(family):
     check_equal(graph, build().train(), batch)
 
 
+def families_on(*devices: str, short: dict[str, tuple[Callable[[], nn.Module], ...]]) -> list[Any]:
+    """Every family on each of these; on a device others than the short ones are long."""
+    return [
+        pytest.param(
+            build, device, id=f"{build.__name__}-{device}", marks=() if build in short[device] else pytest.mark.long
+        )
+        for build in FAMILIES
+        for device in devices
+    ]
+
+
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without units for bfloat16
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("build", FAMILIES, ids=lambda build: build.__name__)
+@pytest.mark.parametrize(
+    ("build", "device"),
+    families_on("cpu", "cuda", short={"cpu": (gpt2, resnet), "cuda": (gpt2, bert, llama, t5, mixtral, vit, resnet)}),
+)
 def test_under_autocast_the_graph_alone_is_the_model(build, device):
     """The types of its values too (tests/interpreter.py); a GPU's autocast as the CPU's does it for the export."""
     torch.manual_seed(0)
@@ -181,7 +195,10 @@ def test_a_bias_that_was_permuted_crosses_links_as_it_lies(contiguous):
     assert kernels.count("_safe_softmax") == (0 if contiguous else 3)
 
 
-@pytest.mark.parametrize(("device", "precision"), [("cpu", "native"), ("cuda", "native"), ("cuda", "amp")])
+@pytest.mark.parametrize(
+    ("device", "precision"),
+    [("cuda", "native"), *(pytest.param(*own, marks=pytest.mark.long) for own in (("cpu", "native"), ("cuda", "amp")))],
+)
 def test_the_step_is_simulated_without_memory(family, device, precision):
     _, _, graph = family
     step = profile_step(graph, device, precision)
@@ -243,7 +260,7 @@ def test_a_bias_of_attention_is_not_repeated_for_every_sample():
 def test_a_hundred_billion_parameters_cost_no_memory():
     import transformers as hf
 
-    sizes = {"hidden_size": 16384, "intermediate_size": 65536, "num_hidden_layers": 26, "num_attention_heads": 128}
+    sizes = {"hidden_size": 32768, "intermediate_size": 131072, "num_hidden_layers": 6, "num_attention_heads": 128}
     config = hf.LlamaConfig(**sizes, vocab_size=128256, use_cache=False)
     batch = {name: torch.zeros(1, 8, dtype=torch.int64) for name in ("input_ids", "labels")}
     graph = trace(lambda: hf.LlamaForCausalLM(config), batch)
