@@ -204,7 +204,8 @@ def fill(rows: Floats, inner: Floats, extra: int, drop: bool, kinds: Kinds, link
                     source = min(low + m + extra, len(inner) * WIDTH - 1)
                     again[l, m] = inner[source // WIDTH, u, source % WIDTH]
             if first[u] == i:
-                row[:] = np.inf
+                for m in range(WIDTH):  # numba takes seconds to compile an assignment of a whole array
+                    row[m] = np.inf
                 if low + WIDTH + extra > need[i, l]:
                     if i == l:
                         _keep(row, rows, ends, (i, -1), waits[l], low, extra)
@@ -229,7 +230,8 @@ def fill(rows: Floats, inner: Floats, extra: int, drop: bool, kinds: Kinds, link
                     if drop and l < n - 1:
                         for m in range(max(held[i, l + 1] + beside, 0), WIDTH):
                             row[m] = min(row[m], again[l, m] + passed[l + 1] - passed[i])
-                table[u] = row
+                for m in range(WIDTH):
+                    table[u, m] = row[m]
             for m in range(WIDTH):
                 if not drop:
                     again[l, m] = table[u, m]
