@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Container
+import itertools
+from collections.abc import Container
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -31,6 +31,7 @@ from shardwright.pipeline.tracing.simplify import simplify
 from shardwright.pipeline.user.loss import pick_loss
 from shardwright.stages.profile.costs import all_kernels, op_costs, value_types
 from shardwright.stages.profile.step import profile_step
+from tests.asked import mostly_long
 from tests.families import FAMILIES, LENGTH, bert, gpt2, llama, mixtral, resnet, t5, tokens, vit
 from tests.interpreter import run_graph
 from tests.made import made_once
@@ -86,21 +87,12 @@ def test_the_graph_alone_is_the_model(family):
     check_equal(graph, build().train(), batch)
 
 
-def families_on(*devices: str, short: dict[str, tuple[Callable[[], nn.Module], ...]]) -> list[Any]:
-    """Every family on each of these; on a device others than the short ones are long."""
-    return [
-        pytest.param(
-            build, device, id=f"{build.__name__}-{device}", marks=() if build in short[device] else pytest.mark.long
-        )
-        for build in FAMILIES
-        for device in devices
-    ]
+SHORT = {"cpu": (gpt2, resnet), "cuda": (gpt2, bert, llama, t5, mixtral, vit, resnet)}
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without units for bfloat16
 @pytest.mark.parametrize(
-    ("build", "device"),
-    families_on("cpu", "cuda", short={"cpu": (gpt2, resnet), "cuda": (gpt2, bert, llama, t5, mixtral, vit, resnet)}),
+    ("build", "device"), mostly_long(itertools.product(FAMILIES, SHORT), lambda case: case[0] in SHORT[case[1]])
 )
 def test_under_autocast_the_graph_alone_is_the_model(build, device):
     """The types of its values too (tests/interpreter.py); a GPU's autocast as the CPU's does it for the export."""
@@ -197,7 +189,7 @@ def test_a_bias_that_was_permuted_crosses_links_as_it_lies(contiguous):
 
 @pytest.mark.parametrize(
     ("device", "precision"),
-    [("cuda", "native"), *(pytest.param(*own, marks=pytest.mark.long) for own in (("cpu", "native"), ("cuda", "amp")))],
+    mostly_long([("cpu", "native"), ("cuda", "native"), ("cuda", "amp")], lambda case: case == ("cuda", "native")),
 )
 def test_the_step_is_simulated_without_memory(family, device, precision):
     _, _, graph = family
