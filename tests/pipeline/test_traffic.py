@@ -19,10 +19,13 @@ from shardwright.pipeline.cost.two_lines import unrecomputed_runs, unrecomputed_
 from shardwright.pipeline.ir.buckets import bucket_members
 from shardwright.pipeline.ir.cluster import Cluster, Group, Mesh, Overlap
 from shardwright.pipeline.ir.graph import Role
+from shardwright.pipeline.ir.layout import Layout
 from shardwright.pipeline.ir.plan import Frontier, Proof
 from shardwright.stages.checkpoint.choose import choose, evaluate
 from shardwright.stages.solve.on_mesh import MeshProblem, most_promising, price_point
 from shardwright.stages.solve.problem.build import build
+from shardwright.stages.solve.problem.data import Node, Share
+from shardwright.stages.solve.problem.moments import Moments
 from tests import plans
 from tests.graphs import SILENT, solve_settings
 from tests.pipeline.test_op_prices import any_sharding
@@ -195,6 +198,29 @@ def test_a_copy_that_several_ops_of_a_link_keep_is_held_once() -> None:
     shares = [s for s in problem.shares if len(s.readers) == 3 and {reader.node for reader in s.readers} <= {*ops}]
     assert len(shares) == 2  # of two blocks
     assert all(h.end <= len(load.graph.ops) for share in shares for h in share.holdings)
+
+
+def test_what_crosses_to_the_next_link_is_held_until_that_is_undone() -> None:
+    """Also where a converted copy is all that backward needs; of partial sums the sum, which the link makes that writes
+    them."""
+    load = workload("gpt")
+    problem, choices = build(load)
+    moments = Moments(load.graph, load.profile)
+    made, loss, undone = moments.forward("add_1"), moments.count, moments.backward("layer_norm_1") + 1
+    node = problem.nodes[choices.index["add_1"]]
+    (share,) = (s for s in problem.shares if s.maker == choices.index["add_1"])
+    split, partial, whole = (Layout.parse(text) for text in ("S(0)", "P", "R"))
+    rows = {o.outputs[0]: k for k, o in enumerate(choices.ops["add_1"])}
+    form = share.readers[0].wants[[o.inputs[0] for o in choices.ops["layer_norm_1"]].index(whole)]
+
+    def held(part: Node | Share, entry: tuple[int, ...], moment: int) -> float:
+        return sum(h.usages[entry] for h in part.holdings if h.first <= moment < h.end)
+
+    nbytes = load.graph.values["add_1"].type.nbytes
+    assert [held(node, (rows[split],), at) for at in (made, loss, undone - 1)] == [nbytes / 2, nbytes / 2, nbytes]
+    assert [held(share, (rows[split], form), at) for at in (made, loss)] == [0, nbytes]
+    assert [held(node, (rows[partial],), at) for at in (made, moments.ends("add_1"), loss)] == [nbytes, 0, 0]
+    assert [held(share, (rows[partial], form), at) for at in (made, loss, undone)] == [nbytes, nbytes, 0]
 
 
 def found_again(load: Workload, sharding, problem, choices):

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from shardwright.pipeline.cost.step import Workload
 from shardwright.pipeline.ir.graph import Op, OpGraph, Role, Value
-from shardwright.pipeline.ir.layout import Layout, replicated
+from shardwright.pipeline.ir.layout import Layout, P, replicated
 from shardwright.pipeline.ir.plan import Sharding, Strategy
 from shardwright.pipeline.ir.verify import gathered
 from shardwright.pipeline.ops.samples import strategies_in
@@ -147,7 +147,11 @@ class _Builder:
         own = self.profile.storage[name] == name and not self.profile.ops[op.name].free
         common = name in self.graph.common
         last = moments.backward(op.name) + 1
-        if own:
+        if own and name in moments.crossing:
+            partial = self.once(_partial, layouts)
+            yield Holding(moments.forward(op.name), moments.ends(op.name), self.once(np.where, partial, held, 0.0))
+            yield Holding(moments.forward(op.name), moments.crossing[name], self.once(np.where, partial, 0.0, held))
+        elif own:
             yield Holding(moments.forward(op.name), last if common else moments.forgotten(op, name), held)
         if value.grad and (own or common):
             yield Holding(moments.undone(name), last, held)
@@ -199,15 +203,29 @@ class _Builder:
         first = min(moments.forward(op.name) for op in readers)
         end = max(moments.forgotten(op, value.name) for op in readers)
         kept = [moments.backward(name) + 1 for name in self._copy_keepers(readers, value)]
-        holdings = Holding(first, max([end, *kept]), copied), Holding(first, end, between)
+        holdings = [Holding(first, max([end, *kept]), copied), Holding(first, end, between)]
+        if value.name in moments.crossing:
+            holdings = [*self._summed(value, have, forms, holdings)]
         return costs, tuple(h for h in holdings if h.usages.any()), None
+
+    def _summed(self, value: Value, have: Layouts, forms: Layouts, holdings: list[Holding]) -> Iterator[Holding]:
+        """An activation that is written as partial sums is brought by the link that writes it to the layout in which it
+        is read, and that copy crosses to the next link."""
+        moments, op = self.moments, value.origin
+        made, crossed, ends = moments.forward(op), moments.crossing[value.name], moments.ends(op)
+        partial, summed = self.once(_partial, have), self.once(_summed, have, forms)
+        for held, end in zip(holdings, (max(crossed, holdings[0].end), ends), strict=True):
+            yield Holding(held.first, held.end, self.once(np.where, summed, 0.0, held.usages))
+            yield Holding(made, end, self.once(np.where, summed, held.usages, 0.0))
+        written = self.arrays.split_bytes(have, value.type)
+        yield Holding(ends, crossed, self.once(_as_written, partial, summed, written))
 
     def _copy_keepers(self, readers: list[Op], value: Value) -> list[str]:
         """Who keeps a copy of a link for backward, beside what another op keeps: what the first of all keeps is counted
         with that op (`_kept_holdings`), and those that read the same copy keep nothing more."""
         first = self.moments.keepers.get(self.profile.storage[value.name])
         keepers = [name for op in readers for name in self.moments.keeping(op, value.name)]
-        return [] if first is None or first in keepers else keepers
+        return [] if first in keepers else keepers
 
 
 def _all_of(found: tuple[Layouts, ...]) -> frozenset[Layout]:
@@ -221,6 +239,19 @@ def _sorted(found: tuple[Layouts, ...]) -> tuple[Layout, ...]:
 def _numbers(forms: Layouts, layouts: Layouts) -> NDArray[np.int64]:
     number = {layout: n for n, layout in enumerate(forms)}
     return np.array([number[layout] for layout in layouts])
+
+
+def _partial(layouts: Layouts) -> NDArray[np.bool_]:
+    return np.array([P in layout.states for layout in layouts])
+
+
+def _summed(have: Layouts, forms: Layouts) -> NDArray[np.bool_]:
+    return _partial(have)[:, None] & ~_partial(forms)[None, :]
+
+
+def _as_written(partial: NDArray[np.bool_], summed: NDArray[np.bool_], written: Array) -> Array:
+    """Bytes of partial sums that nobody sums before they are read."""
+    return np.where(partial[:, None] & ~summed, written[:, None], 0.0)
 
 
 def _most_shards(options: Listed[Strategy], sizes: tuple[int, ...]) -> Array:

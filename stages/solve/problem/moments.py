@@ -8,6 +8,7 @@ that reads it; what backward needs stays until the op that needs it is undone.
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 
 from shardwright.pipeline.cost.groups import Join, groups_of
 from shardwright.pipeline.ir.graph import Op, OpGraph, Role
@@ -32,7 +33,9 @@ class Moments:
             for name in profile.ops[op.name].saves
         }
         self.common = {profile.storage[name] for name in graph.common}
-        self.keepers = self._keepers()
+        keepers = self._keepers()
+        self.crossing = self._crossing(keepers)
+        self.keepers = {root: op for root, op in keepers.items() if root not in self.crossing}
         self.leading = self._leading()
 
     def forward(self, op: str) -> int:
@@ -52,6 +55,10 @@ class Moments:
     def begins(self, op: str) -> int:
         """The first moment of the op's link."""
         return self.position[self._ops_beside(op)[0]]
+
+    def ends(self, op: str) -> int:
+        """When the function of the op's link returns."""
+        return self.link_end[self.link[op]]
 
     def finished(self, op: str) -> int:
         """When the op's link has run backward."""
@@ -88,6 +95,17 @@ class Moments:
         links = [self.link[r.name] for r in self.readers[value] if r.name in self.link]
         own = [self.link[op.name]] if op.name in self.link else []
         return max((self.link_end[link] for link in (*links, *own)), default=self.count)
+
+    def _crossing(self, keepers: dict[str, str]) -> dict[str, int]:
+        """The memory of each activation between two links -> when the second is undone, to which the step has it, also
+        where a converted copy is all that is read. Not what a link keeps for longer that it wrote itself."""
+        found = {}
+        for group, after in pairwise(groups_of(self.graph, self.profile, Join.NEEDLESS)):
+            root = self.profile.storage[group.link.output]
+            inside = self.graph.values[root].origin in group.link.ops and root not in self.common
+            if inside and keepers.get(root) not in group.link.ops:
+                found[root] = self.finished(after.link.ops[0])
+        return found
 
     def _link_ends(self) -> list[int]:
         """When what a link wrote is let go of: with the last of those that are taken as one with it."""
