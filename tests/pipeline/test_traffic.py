@@ -178,11 +178,13 @@ def test_and_of_named_plans(plan: str) -> None:
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize(
-    ("plan", "off"), [("ddp", 0.01), ("zero1", 0.01), ("zero2", 0.02), ("zero3", 0.03), ("tp", 0.02)]
+    ("plan", "off"),
+    [("ddp", 0.01), ("zero1", 0.01), ("zero2", 0.02), ("zero3", 0.02), ("tp", 0.01), ("zero3_tp", 0.02)],
 )
 def test_the_problem_holds_what_a_step_does(plan: str, off: float, micro_batches: int) -> None:
     """Moment by moment what the step's price of memory finds link by link: so the solver's limit is the step's."""
-    own, load = priced("gpt", plan, micro_batches=micro_batches), workload("gpt", micro_batches=micro_batches)
+    own = priced("gpt", plan, micro_batches=micro_batches)
+    load = workload("gpt", own.cluster.sizes, micro_batches=micro_batches)
     problem, choices = build(load)
     picked = found_again(load, own.sharding, problem, choices)
     assert problem.peak(picked) == pytest.approx(unrecomputed_peak(own), rel=off)

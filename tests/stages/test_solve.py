@@ -109,6 +109,26 @@ def test_the_cost_of_any_plan_is_the_price_of_its_program():
     assert copies > 10
 
 
+def test_of_a_view_that_is_common_the_memory_that_it_lies_in_is_held():
+    """Until the link that made it is undone, and a gradient once: where its views' lie."""
+    graph, profile = GRAPHS["shared"](), profile_of("shared")
+    view = next(name for name in graph.common if graph.values[name].grad)
+    (root,) = graph.op(graph.values[view].origin).inputs
+    viewing = replace(profile.ops[graph.values[view].origin], free=True, saves=(), extra_saved=0)
+    as_view = replace(
+        profile, storage={**profile.storage, view: root}, ops={**profile.ops, graph.values[view].origin: viewing}
+    )
+    problem, choices = build(Workload(graph, as_view, preset(2), 2.0))
+    made, viewed = (problem.nodes[choices.index[graph.values[name].origin]] for name in (root, view))
+    ends = [h.end for h in made.holdings if h.first < len(graph.ops)]
+    assert max(ends) == 2 * len(graph.ops) - place_of(graph, graph.values[root].origin)
+    assert not viewed.holdings and any(h.first >= len(graph.ops) for h in made.holdings)
+
+
+def place_of(graph, op: str) -> int:
+    return [*graph.prologue, *(name for link in graph.chain for name in link.ops)].index(op)
+
+
 @pytest.mark.parametrize("field", ["temporary_forward", "temporary_backward", "extra_saved", "workspace"])
 def test_the_problem_holds_what_an_op_takes_as_long_as_it_does(field):
     """What libraries keep is there all the time."""

@@ -141,19 +141,19 @@ class _Builder:
         yield from self._kept_holdings(op, options)
 
     def _output_holdings(self, op: Op, name: str, layouts: Layouts) -> Iterator[Holding]:
-        """What the op writes while the forward pass has it, or its backward pass where it is common; its gradient."""
+        """What the op writes while the forward pass has it, or its backward pass where it, or a view of it, is common;
+        its gradient, in which those of its views lie."""
         value, moments = self.graph.values[name], self.moments
-        held = self.arrays.split_bytes(layouts, value.type)
-        own = self.profile.storage[name] == name and not self.profile.ops[op.name].free
-        common = name in self.graph.common
-        last = moments.backward(op.name) + 1
+        held, root = self.arrays.split_bytes(layouts, value.type), self.graph.values[self.profile.storage[name]]
+        own = root is value and not self.profile.ops[op.name].free
+        first, last = moments.forward(op.name), moments.backward(op.name) + 1
         if own and name in moments.crossing:
             partial = self.once(_partial, layouts)
-            yield Holding(moments.forward(op.name), moments.ends(op.name), self.once(np.where, partial, held, 0.0))
-            yield Holding(moments.forward(op.name), moments.crossing[name], self.once(np.where, partial, 0.0, held))
+            yield Holding(first, moments.ends(op.name), self.once(np.where, partial, held, 0.0))
+            yield Holding(first, moments.crossing[name], self.once(np.where, partial, 0.0, held))
         elif own:
-            yield Holding(moments.forward(op.name), last if common else moments.forgotten(op, name), held)
-        if value.grad and (own or common):
+            yield Holding(first, last if name in moments.common else moments.forgotten(op, name), held)
+        if value.grad and (own or (name in self.graph.common and root.role is not Role.RESULT)):
             yield Holding(moments.undone(name), last, held)
 
     def _kept_holdings(self, op: Op, options: Listed[Strategy]) -> Iterator[Holding]:

@@ -2,12 +2,12 @@
 parameters at once or one after the other: a moment each, as the step's price takes the worse (chain_memory.py).
 
 A block's function holds what it wrote until it returns, so what a link writes is there until the end of the last link
-that reads it; what backward needs stays until the op that needs it is undone.
+that reads it; what backward needs stays until the op that needs it is undone, and what one link gives to the next until
+that is undone.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from itertools import pairwise
 
 from shardwright.pipeline.cost.groups import Join, groups_of
@@ -82,7 +82,7 @@ class Moments:
 
     def leads(self, op: str) -> bool:
         """Whether what the op's link gathers ahead of time is counted, and then all the time."""
-        return self.link.get(op) in self.leading
+        return op in self.link and self.link[op] == self.leading
 
     def _ops_beside(self, op: str) -> tuple[str, ...]:
         return self.graph.chain[self.link[op]].ops if op in self.link else (op,)
@@ -114,24 +114,20 @@ class Moments:
             ends[group.first : group.last] = [ends[group.last]] * (group.last - group.first)
         return ends
 
-    def _leading(self) -> frozenset[int]:
-        """The links whose parameters are taken to be there all the time where they are gathered ahead.
+    def _leading(self) -> int | None:
+        """The link whose parameters are taken to be there all the time where they are gathered ahead.
 
         Of what is gathered ahead a step has that of one link at a time, and counts the largest (pipeline.cost.step).
-        Which it is depends on how all are stored; but equal links are stored alike, so the last of those that have most
-        of the parameters stands for them all. A link with the loss gathers its own again at once, and gains nothing.
+        Which it is depends on how all are stored: it is taken to be that with most of the parameters, of equal ones,
+        which are stored alike, the last.
         """
-        graph = self.graph
-        loss = max((group.first for group in groups_of(graph, self.profile, Join.NEEDLESS)), default=0)
-        total: Counter[int] = Counter()
-        for link in graph.chain[:loss]:
-            read = {name for op in link.ops for name in graph.op(op).inputs}
+        sizes: dict[int, int] = {}
+        for number, link in enumerate(self.graph.chain):
+            read = {name for op in link.ops for name in self.graph.op(op).inputs}
             alone = (name for name in read if len({self.link.get(op.name) for op in self.readers[name]}) == 1)
-            own = (graph.values[name] for name in alone if graph.values[name].role is Role.PARAMETER)
-            total[link.block] += sum(value.type.nbytes for value in own)
-        most = max(total, key=total.__getitem__, default=None)
-        equal = [number for number, link in enumerate(graph.chain[:loss]) if link.block == most]
-        return frozenset((*equal[-1:], *range(loss, len(graph.chain))))
+            own = (self.graph.values[name] for name in alone)
+            sizes[number] = sum(value.type.nbytes for value in own if value.role is Role.PARAMETER)
+        return max(sizes, key=lambda number: (sizes[number], number), default=None)
 
     def undone(self, value: str) -> int:
         """When the first gradient of a value is there: as the last of its readers, or of its views', is undone."""
