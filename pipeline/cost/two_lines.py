@@ -6,6 +6,14 @@
 A link ends when the device is through with it: after the one before, and not before its last kernel was issued. Where
 the host takes longer than the device, the device waits. What it sends beside that runs while it waits, too
 (pipeline.cost.traffic).
+
+The solver's problem is without the host: what that takes is the same under every sharding, so with h and d for the
+seconds of the two in each run, a step ends at
+
+    E = max over k of  h1 + .. + hk  +  d(k+1) + .. + dn   >=   D = d1 + .. + dn
+
+which grows with every d and is no sum of what ops cost. A plan that is fastest in each run is fastest with the host as
+well; in general the plan of the least D is later than the best by no more than what its own device waits, E - D.
 """
 
 from __future__ import annotations

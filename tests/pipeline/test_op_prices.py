@@ -171,3 +171,17 @@ def test_lines() -> None:
     """
     assert list(ends_of([(1, 2), (1, 2), (5, 1)])) == [2, 4, 7]
     assert list(ends_of([(3, 1), (0, 1)])) == [3, 4]
+
+
+def test_the_plan_of_the_least_device_is_later_than_the_best_by_no_more_than_it_waits() -> None:
+    """Of plans under one host: a step ends with the longest of the ways from host to device."""
+    draw = random.Random(0)
+    for _ in range(200):
+        count = draw.randint(1, 6)
+        host = [draw.random() for _ in range(count)]
+        plans = [[draw.random() for _ in host] for _ in range(5)]
+        found = [list(ends_of(zip(host, plan, strict=True)))[-1] for plan in plans]
+        for plan, end in zip(plans, found, strict=True):
+            assert end == pytest.approx(max(sum(host[:k]) + sum(plan[k:]) for k in range(count + 1)))
+        least = min(range(5), key=lambda n: sum(plans[n]))
+        assert found[least] - min(found) <= found[least] - sum(plans[least]) + 1e-9
