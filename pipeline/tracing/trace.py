@@ -6,6 +6,9 @@ from collections.abc import Container
 from dataclasses import replace
 from math import gcd
 
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
 from shardwright.pipeline.config import Config, NormStatistics, Precision, TensorSpec
 from shardwright.pipeline.ir.graph import OpGraph
 from shardwright.pipeline.ir.verify import verify_graph
@@ -20,7 +23,13 @@ from shardwright.pipeline.tracing.simplify import simplify
 def trace(config: Config, samples: int | None = None, stay: Container[str] = ()) -> OpGraph:
     """For so many samples of the model's batch, or all; ops of the names in `stay` are kept, if they do nothing."""
     mode = fake_mode()
-    model = build_model(config, mode)
+    return trace_module(config, build_model(config, mode), mode, samples, stay)
+
+
+def trace_module(
+    config: Config, model: nn.Module, mode: FakeTensorMode, samples: int | None = None, stay: Container[str] = ()
+) -> OpGraph:
+    """The same of a module that is built."""
     specs = config.model.batch
     if samples is not None:  # a part of each input, whose first dim is the batch
         whole = gcd(*(spec.shape[0] for spec in specs.values()))
