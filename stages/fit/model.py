@@ -33,6 +33,7 @@ from shardwright.stages.fit.answer import MOST_TIMES, FitAnswer, FitRow
 from shardwright.stages.fit.question import WHERE, FitQuestion
 
 FIRST_TIMES = 8  # the batch, where the largest is looked for first
+WORTH = 0.15  # of a step's seconds: for less no second mesh is searched
 SECONDS = 3.0  # of one solve, where elimination cannot do it
 SETTINGS = Solve(backend=Backend.highs, search=Search.dp, frontier_points=2, gap=1e-2, time_limit_s=SECONDS)
 WHOLE = Checkpoint(recompute=Recompute.optimal, pipeline=Pipeline("off"))
@@ -61,6 +62,16 @@ class PlanFound:
     cluster: Cluster
     frontier: Frontier
 
+    @property
+    def seconds(self) -> float:
+        return self.plan.prediction.step_seconds if self.plan else math.inf
+
+    @property
+    def bound(self) -> float:
+        """About what a plan on another mesh takes at least: neither communication nor recompute."""
+        own = self.plan and self.plan.prediction
+        return own.compute_seconds + own.optimizer_seconds if own else 0.0
+
 
 @dataclass(frozen=True)
 class FittedModel:
@@ -86,9 +97,20 @@ class FittedModel:
     # ---- plans
 
     def plan(self, machine: ClusterSettings) -> PlanFound:
-        """The fastest that fits."""
+        """The fastest that fits: on one axis of all devices, and where that leaves enough to gain, on hosts x devices.
+
+        A search on two axes takes longer than all else. What it can gain is bounded before: on any mesh the same is
+        computed, and the optimizer's state is in no smaller parts than on one axis of all devices.
+        """
         cluster = self.stages.cluster(machine)
-        mesh = cluster.mesh_candidates(1)[0]
+        found = self._plan_on(cluster, cluster.mesh_candidates(1)[0])
+        mesh = hosts_by_devices(cluster)
+        if mesh is None or found.seconds * (1 - WORTH) < found.bound:
+            return found
+        self.log.info("planning for %d hosts of %d", *mesh.sizes)
+        return min(found, self._plan_on(cluster, mesh), key=lambda one: one.seconds)
+
+    def _plan_on(self, cluster: Cluster, mesh: Mesh) -> PlanFound:
         points = tuple(sorted(self._points(cluster, mesh), key=lambda point: point.seconds))
         frontier = Frontier(cluster.memory_bytes, self.profile.optimizer_copies, (mesh,), points)
         refused: BudgetError | None = None
@@ -301,6 +323,13 @@ def _sized(machine: ClusterSettings, devices: int) -> ClusterSettings | None:
     if devices <= host:
         return replace(machine, devices=devices, nodes=1, per_host=None)
     return replace(machine, devices=host, nodes=devices // host, per_host=None) if devices % host == 0 else None
+
+
+def hosts_by_devices(cluster: Cluster) -> Mesh | None:
+    """Of a cluster of equal hosts."""
+    hosts = [len(host.ranks) for host in cluster.group.members] if cluster.group else []
+    sizes = (len(hosts), *set(hosts))
+    return next((mesh for mesh in cluster.mesh_candidates(2) if len(hosts) > 1 and mesh.sizes == sizes), None)
 
 
 def plan_in_words(plan: Plan) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from shardwright.stages.cluster.described import from_preset
 from shardwright.stages.command_line import main
 from shardwright.stages.commands import fit_stages
 from shardwright.stages.fit.answer import MOST_TIMES
-from shardwright.stages.fit.model import SETTINGS, FittedModel, PlanFound
+from shardwright.stages.fit.model import SETTINGS, FittedModel, PlanFound, hosts_by_devices
 from shardwright.stages.fit.question import FitQuestion, model_of
 from shardwright.stages.fit.run import fit
 from shardwright.stages.solve.on_mesh import MeshProblem, price_point
@@ -164,6 +165,22 @@ def test_a_short_graph_is_a_graph_and_its_plan_is_worth_what_the_whole_ones_is(f
     priced = [price_point(load, point.sharding, point.proof) for point in ours]
     assert min(p.seconds for p in priced) <= 1.02 * min(p.seconds for p in best)
     assert min(p.resident_bytes for p in priced) <= 1.02 * min(p.resident_bytes for p in best)
+
+
+def test_several_hosts_are_planned_for_as_hosts_by_devices_where_that_may_gain(fitted, monkeypatch):
+    model, _, _ = fitted
+    machine = load_part(ROOT, "cluster", "dgx_h100_infiniband", devices=2, nodes=2)
+    cluster = from_preset(machine)
+    one = model._plan_on(cluster, cluster.mesh_candidates(1)[0])
+    two = model._plan_on(cluster, hosts_by_devices(cluster))
+    assert (
+        hosts_by_devices(cluster).sizes == (2, 2) and hosts_by_devices(from_preset(replace(machine, nodes=1))) is None
+    )
+    assert one.bound <= min(one.seconds, two.seconds) < math.inf
+    best = min(one, two, key=lambda found: found.seconds)
+    assert model.plan(machine).plan == best.plan
+    monkeypatch.setattr("shardwright.stages.fit.model.WORTH", 1.0)  # nothing is worth it
+    assert model.plan(machine).plan == one.plan
 
 
 @pytest.mark.parametrize("room", mostly_long([1.05, 1.5, 2.5], lambda room: room < 1.5))
