@@ -10,6 +10,7 @@ away. Key and value heads that were repeated for the mask's sake are not: attent
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from enum import Enum
 
@@ -24,6 +25,11 @@ ATTENTION = "aten.scaled_dot_product_attention.default"
 WHERE, EXPAND, CONTIGUOUS = "aten.where.ScalarOther", "aten.expand.default", "aten.contiguous.default"
 MASK, CAUSAL = 3, 5  # positions of attn_mask and is_causal
 LARGEST_MASK = 1 << 30  # elements
+LARGEST_LOOK = 1 << 22  # elements among which equal ones are looked for
+POINTWISE = {
+    *("__and__", "__or__", "bitwise_and", "bitwise_or", "bitwise_not", "logical_and", "logical_or", "logical_not"),
+    *("eq", "ne", "le", "lt", "ge", "gt", "add", "sub", "mul", "where", "to", "_to_copy", "clone", "contiguous"),
+}
 BAGS = ("aten.embedding_bag.default", "aten.embedding_bag.padding_idx")
 FLAT = ("reshape", "view", "flatten")
 HIDDEN = -1e4  # an additive mask at most this large hides a position
@@ -93,6 +99,7 @@ class Shown(Enum):
 
 
 def _shown(mask: Tensor) -> Shown | None:
+    mask = thin(mask, mask.dim() - 2)
     shown = mask if mask.dtype == torch.bool else mask == 0
     if mask.dtype != torch.bool and not bool((shown | (mask <= HIDDEN)).all()):
         return None  # a bias, not a mask
@@ -134,10 +141,24 @@ def _unrepeated(name: str, writers: dict[str, Op]) -> str | None:
     return name
 
 
+def thin(tensor: Tensor, dims: int | None = None) -> Tensor:
+    """One slice of each of the first so many dims along which all slices are the same, as those of a batch are."""
+    for dim in range(tensor.dim() if dims is None else dims):
+        first = tensor.narrow(dim, 0, 1) if tensor.shape[dim] > 1 else tensor
+        if tensor.stride(dim) == 0 or (tensor.numel() <= LARGEST_LOOK and bool((tensor == first).all())):
+            tensor = first
+    return tensor
+
+
 class _Constants:
-    """Values that depend on no input, parameter or buffer, and on no random number; computed when asked for."""
+    """Values that depend on no input, parameter or buffer, and on no random number; computed when asked for.
+
+    Masks repeat themselves for every sample: what is worked out of such tensors element by element is worked out once,
+    and expanded.
+    """
 
     def __init__(self, graph: Ops) -> None:
+        self.spread: set[str] = set()  # what is expanded
         self.writers = {name: op for op in graph.ops for name in op.outputs}
         self.values = graph.values
         self.known: dict[str, Tensor | None] = {}
@@ -155,13 +176,18 @@ class _Constants:
             op = self.writers.get(name)
             self.known[name] = None
             if op is not None and self._is_computable(op):
-                _, kind, overload = op.target.split(".")
-                positional = [self._real(arg) for arg in op.args.positional]
-                named = {key: self._real(arg) for key, arg in op.args.named}
-                result = getattr(getattr(torch.ops.aten, kind), overload)(*positional, **named)
-                results = [result] if isinstance(result, Tensor) else list(result)
-                self.known |= dict(zip(op.outputs, results, strict=True))
+                self.known |= dict(zip(op.outputs, self._results(op), strict=True))
         return self.known[name]
+
+    def _results(self, op: Op) -> list[Tensor]:
+        _, kind, overload = op.target.split(".")
+        positional = [self._real(arg, kind) for arg in op.args.positional]
+        named = {key: self._real(arg, kind) for key, arg in op.args.named}
+        result = getattr(getattr(torch.ops.aten, kind), overload)(*positional, **named)
+        if kind in POINTWISE:
+            self.spread.add(op.outputs[0])
+            return [result.expand(self.values[op.outputs[0]].type.shape)]
+        return [result] if isinstance(result, Tensor) else list(result)
 
     def without_batch(self, name: str) -> str | None:
         """What a constant is, but for a first dim that only repeats it."""
@@ -175,21 +201,29 @@ class _Constants:
         """`bias` of `where(mask, bias, hidden)` where the mask hides nothing."""
         op = self.writers.get(name)
         mask = self.value(op.inputs[0]) if op is not None and op.target == WHERE else None
-        return op.inputs[1] if op is not None and mask is not None and bool(mask.all()) else None
+        return op.inputs[1] if op is not None and mask is not None and bool(thin(mask).all()) else None
 
     def _is_computable(self, op: Op) -> bool:
         if is_random(op) or op.mutates or not op.target.startswith("aten."):
             return False
-        if any(self.values[name].type.numel > LARGEST_MASK for name in op.outputs):
+        if not all(self.value(read) is not None for read in op.inputs):
             return False
-        return all(self.value(read) is not None for read in op.inputs)
+        if op.target.split(".")[1] in POINTWISE:
+            shapes = (thin(known).shape for name in op.inputs if (known := self.known[name]) is not None)
+            return math.prod(torch.broadcast_shapes(*shapes)) <= LARGEST_MASK
+        whole = (*op.outputs, *self.spread.intersection(op.inputs))
+        return all(self.values[name].type.numel <= LARGEST_MASK for name in whole)
 
-    def _real(self, arg: Arg) -> object:
+    def _real(self, arg: Arg, kind: str) -> object:
         if isinstance(arg, Ref):
-            return self.known[arg.value]
+            known = self.known[arg.value]
+            assert known is not None
+            if kind in POINTWISE:
+                return thin(known)
+            return known.contiguous() if arg.value in self.spread else known
         if isinstance(arg, Torch):
             return torch.device("cpu") if arg.kind == "device" else getattr(torch, arg.name)
-        return [self._real(a) for a in arg] if isinstance(arg, tuple) else arg
+        return [self._real(a, kind) for a in arg] if isinstance(arg, tuple) else arg
 
 
 def _with_bags(graph: Ops, constants: _Constants) -> Ops:

@@ -20,7 +20,7 @@ from shardwright.pipeline.ir.graph import Role, TensorType, Value
 from shardwright.pipeline.ir.plan import Frontier
 from shardwright.pipeline.ir.verify import verify_graph, verify_sharding
 from shardwright.pipeline.models import from_config
-from shardwright.pipeline.tracing import repeated
+from shardwright.pipeline.tracing import repeated, simplify
 from shardwright.pipeline.tracing.build import build_model, fake_mode
 from shardwright.pipeline.tracing.shortened import EqualBlocks, equal_blocks, shortened
 from shardwright.pipeline.tracing.trace import trace, trace_module
@@ -132,6 +132,23 @@ def test_layers_that_are_not_equal_are_traced_one_by_one(small):
     assert len(repeated.repeated(graph, cut[0]).chain) == len(graph.chain) + 2
     with pytest.raises(repeated.NotEqual):
         repeated.repeated(replace(graph, ops=other, chain=chain), cut[0])
+
+
+def test_a_mask_is_known_however_large_the_batch_is(small, monkeypatch):
+    """It is worked out for one sample: for all of these it would be larger than what is worked out."""
+    monkeypatch.setattr(simplify, "LARGEST_MASK", 64 * 64)
+    base = load_config(ROOT)
+    question = FitQuestion(small("llama_8b", num_hidden_layers=1), ("dgx_h100",), batch=8, sequence=64)
+    graph = trace(replace(base, model=model_of(question, ROOT, base, 8)))
+    (op,) = (op for op in graph.ops if op.target == simplify.ATTENTION)
+    assert len(op.inputs) == 3 and op.args.get(simplify.CAUSAL, "is_causal", False)
+
+
+def test_equal_slices_are_one():
+    rows = torch.arange(4).repeat(3, 1)
+    assert simplify.thin(rows).tolist() == [[0, 1, 2, 3]] and simplify.thin(rows.T, 1).shape == (4, 3)
+    assert simplify.thin(torch.ones(2, 3)).shape == (1, 1) and simplify.thin(torch.tensor(1.0)).shape == ()
+    assert simplify.thin(torch.zeros(0, 2)).shape == (0, 1)
 
 
 @pytest.fixture
