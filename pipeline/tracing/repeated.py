@@ -91,7 +91,7 @@ def _in_order(graph: OpGraph, names: Iterable[str]) -> dict[str, Value]:
 def _cut(model: nn.Module) -> Iterator[Layers]:
     """The model's lists of layers, each without most of its longest run of those that are alike."""
     settings = getattr(model, "config", None)
-    if not hasattr(settings, "to_dict"):
+    if settings is None or not hasattr(settings, "to_dict"):
         return  # what tells layers apart may stand anywhere
     for name, layers in list(_lists(model, "")):
         first, count = _longest_run(layers)
@@ -215,13 +215,14 @@ class _Repetition:
                 yield int(found[2]), value
 
     def _check(self) -> None:
-        """Each tensor of the layers belongs to one link, and blocks read the same of what is not theirs."""
+        """From the block on each tensor of the layers belongs to one link; blocks read the same of what is not theirs."""
         readers: dict[str, set[int]] = {}
         for op in self.whole.ops:
             for name in op.inputs:
                 readers.setdefault(name, set()).update(self.links[op.name])
         tensors = (name for name, value in self.whole.values.items() if self.number.match(value.origin))
-        if any(len(readers.get(name, ())) > 1 for name in tensors):
+        links = (readers.get(name, set()) for name in tensors)
+        if any(len(own) > 1 and max(own) >= self.block[0] for own in links):
             raise NotEqual
         if any(self.whole.chain[number].common for number in self.block):
             raise NotEqual

@@ -10,7 +10,6 @@ away. Key and value heads that were repeated for the mask's sake are not: attent
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from enum import Enum
 
@@ -210,7 +209,7 @@ class _Constants:
             return False
         if op.target.split(".")[1] in POINTWISE:
             shapes = (thin(known).shape for name in op.inputs if (known := self.known[name]) is not None)
-            return math.prod(torch.broadcast_shapes(*shapes)) <= LARGEST_MASK
+            return torch.broadcast_shapes(*shapes).numel() <= LARGEST_MASK
         whole = (*op.outputs, *self.spread.intersection(op.inputs))
         return all(self.values[name].type.numel <= LARGEST_MASK for name in whole)
 
