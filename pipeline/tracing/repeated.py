@@ -215,7 +215,7 @@ class _Repetition:
                 yield int(found[2]), value
 
     def _check(self) -> None:
-        """From the block on each tensor of the layers belongs to one link; blocks read the same of what is not theirs."""
+        """From the block on each tensor of the layers belongs to one link; blocks read the same of what is not own."""
         readers: dict[str, set[int]] = {}
         for op in self.whole.ops:
             for name in op.inputs:

@@ -209,7 +209,7 @@ class _Constants:
             return False
         if op.target.split(".")[1] in POINTWISE:
             shapes = (thin(known).shape for name in op.inputs if (known := self.known[name]) is not None)
-            return torch.broadcast_shapes(*shapes).numel() <= LARGEST_MASK
+            return bool(torch.broadcast_shapes(*shapes).numel() <= LARGEST_MASK)
         whole = (*op.outputs, *self.spread.intersection(op.inputs))
         return all(self.values[name].type.numel <= LARGEST_MASK for name in whole)
 

@@ -92,14 +92,10 @@ def _named(args, names):
 @pytest.mark.parametrize("path", mostly_long(EXAMPLES, lambda path: "llama" in path.stem), ids=lambda path: path.stem)
 def test_few_layers_repeated_are_the_whole_models_graph(small, path, lora, monkeypatch):
     """And so the totals of `fit` are those of the whole trace."""
-    sequence, layers = (
-        (None if path.stem == "vit_large" else 64),
-        "num_layers" if "t5" in path.stem else "num_hidden_layers",
-    )
+    sequence = None if path.stem == "vit_large" else 64
+    file = small(path.stem, **{"num_layers" if "t5" in path.stem else "num_hidden_layers": 11})
     base = load_config(ROOT)
-    question = FitQuestion(
-        small(path.stem, **{layers: 11}), ("dgx_h100",), batch=4, sequence=sequence, devices=2, lora=lora
-    )
+    question = FitQuestion(file, ("dgx_h100",), batch=4, sequence=sequence, devices=2, lora=lora)
     machine = load_part(ROOT, "cluster", "dgx_h100", devices=2)
     config = replace(base, model=model_of(question, ROOT, base, 4), cluster=machine)
     whole = trace(config)
