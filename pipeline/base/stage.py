@@ -74,6 +74,7 @@ class Result:
     files: tuple[Path, ...] = field(default=())  # further files for the tracked run
     curves: Mapping[str, Rows] = field(default_factory=dict)  # by the name of the file that `dvc plots` draws
     settle: Callable[[], None] = lambda: None  # once all that is on the disk: until then the stage can be killed
+    draw: Callable[[], object] = lambda: None  # writes those of `files` that are pictures; not where nobody reads them
 
 
 def execute(stage: StageSpec, run: Callable[[Inputs, Config], Result], root: Path, log: Log) -> Artifact:
@@ -95,6 +96,7 @@ def execute(stage: StageSpec, run: Callable[[Inputs, Config], Result], root: Pat
         try:
             with told(root):
                 result = run(Inputs(root, found, log, tracker), config)
+                result.draw()
                 figures = {**result.figures, "seconds": round(time.perf_counter() - started, 3)}
                 digests = {key: config.digest(key) for key in stage.config}
                 made = artifacts.make(stage.writes, result.body, found.values(), digests)

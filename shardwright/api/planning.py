@@ -20,7 +20,7 @@ from shardwright.pipeline.ir.cluster import Cluster
 from shardwright.pipeline.ir.graph import OpGraph
 from shardwright.pipeline.ir.profile import Profile
 from shardwright.pipeline.ops.table import rule_of
-from shardwright.stages.profile.picture import draw, draw_nothing, table
+from shardwright.stages.profile.picture import draw_nothing, draw_step, table
 from shardwright.stages.profile.run import figures
 from shardwright.stages.whatif.planner import Planner, Run, planning
 
@@ -69,7 +69,7 @@ class Profiled:
 
     def _repr_png_(self) -> bytes:
         step = self.profile.step
-        return draw(step, self.title) if step else draw_nothing(self.title, "its step cannot be simulated")
+        return draw_step(step, self.title) if step else draw_nothing(self.title, "its step cannot be simulated")
 
 
 def profile(

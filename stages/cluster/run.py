@@ -8,7 +8,7 @@ from shardwright.pipeline.config import ClusterSource, Config
 from shardwright.pipeline.ir.cluster import Cluster
 from shardwright.stages.cluster.described import from_preset, simulate
 from shardwright.stages.cluster.measure import measure
-from shardwright.stages.cluster.picture import draw
+from shardwright.stages.cluster.picture import draw_cluster
 from shardwright.stages.cluster.topology import partition_of
 
 PICTURE = "runs/cluster/topology.png"
@@ -22,8 +22,11 @@ def run(inputs: Inputs, config: Config) -> Result:
         cluster = simulate(settings) if settings.source is ClusterSource.simulate else from_preset(settings)
     inputs.log.info("candidate meshes: %s", ", ".join(mesh.label for mesh in cluster.mesh_candidates()))
     picture = inputs.root / PICTURE
-    write_atomic(picture, draw(cluster, config.choices["cluster"]))
-    return Result(cluster, figures(cluster), (picture,))
+
+    def draw() -> None:
+        write_atomic(picture, draw_cluster(cluster, config.choices["cluster"]))
+
+    return Result(cluster, figures(cluster), (picture,), draw=draw)
 
 
 def figures(cluster: Cluster) -> dict[str, float | int | str]:

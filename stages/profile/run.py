@@ -20,7 +20,7 @@ from shardwright.pipeline.user.optimizer import build_optimizer
 from shardwright.stages.profile.by_table import profile_graph, saved_bytes
 from shardwright.stages.profile.costs import all_kernels, op_costs, value_types
 from shardwright.stages.profile.optimizer import Build, optimizer_copies
-from shardwright.stages.profile.picture import describe, draw, draw_nothing, table
+from shardwright.stages.profile.picture import describe, draw_nothing, draw_step, table
 from shardwright.stages.profile.step import profile_step
 
 PICTURE, MODULES = "runs/profile/memory.png", "runs/profile/modules.md"
@@ -36,11 +36,12 @@ def run(inputs: Inputs, config: Config) -> Result:
     profile = replace(profile, optimizer_copies=copies)
     if config.model.compile:
         profile = replace(profile, compiled=compiled_blocks(graph, device, precision, inputs.log))
-    files = write_pictures(inputs.root, profile, why, config.choices["model"])
     unknown = sorted({op.target for op in graph.ops if rule_of(op) is None})
     for target in unknown:
         inputs.log.debug("%s has no rule: solve tries in which ways it can be split", target)
-    return Result(profile, figures(profile, len(unknown)), files)
+    files = tuple(inputs.root / name for name in (PICTURE, MODULES))
+    draw = functools.partial(write_pictures, inputs.root, profile, why, config.choices["model"])
+    return Result(profile, figures(profile, len(unknown)), files, draw=draw)
 
 
 def make_profile(graph: OpGraph, device: str, precision: str, build: Build, log: Log) -> tuple[Profile, str]:
@@ -90,14 +91,13 @@ def compiled_blocks(graph: OpGraph, device: str, precision: str, log: Log) -> Co
         return Compiled("", (), ())
 
 
-def write_pictures(root: Path, profile: Profile, why: str, model: str) -> tuple[Path, Path]:
+def write_pictures(root: Path, profile: Profile, why: str, model: str) -> None:
     step = profile.step
     title = f"{model}, unsplit, {profile.precision} on {profile.device}"
-    picture = draw(step, title) if step else draw_nothing(title, why)
+    picture = draw_step(step, title) if step else draw_nothing(title, why)
     text = table(step) if step else f"The unsplit step cannot be simulated: {why}\n"
     for name, content in ((PICTURE, picture), (MODULES, text.encode())):
         write_atomic(root / name, content)
-    return root / PICTURE, root / MODULES
 
 
 def figures(profile: Profile, unknown: int) -> dict[str, float | int | str]:

@@ -61,6 +61,16 @@ def test_a_stage_is_done_when_all_it_made_is_on_the_disk(root: Path) -> None:
     assert seen == [True]
 
 
+def test_pictures_are_drawn_before_a_stage_is_done(root: Path) -> None:
+    seen: list[bool] = []
+
+    def draw() -> None:
+        seen.append(KINDS["graph"].path(root).exists())
+
+    execute(STAGES["trace"], lambda *_: Result(graph_of("mlp"), {}, draw=draw), root, SILENT)
+    assert seen == [False]
+
+
 def test_a_stage_whose_artifact_cannot_be_written_is_not_done(root: Path) -> None:
     seen: list[bool] = []
     result = Result(graph_of("mlp"), {}, settle=lambda: seen.append(True))

@@ -18,7 +18,7 @@ from shardwright.pipeline.ir.layout import Layout, P, R
 from shardwright.pipeline.sharding.paths import Paths
 from shardwright.stages.cluster.described import describe_compute, from_preset, simulate
 from shardwright.stages.cluster.meshes import LinkRates, group_links
-from shardwright.stages.cluster.picture import draw
+from shardwright.stages.cluster.picture import draw_cluster
 from shardwright.stages.cluster.run import run
 from shardwright.stages.cluster.topology import partition_of
 from shardwright.stages.command_line import main
@@ -252,13 +252,15 @@ def refuse(project: Path, monkeypatch, capsys, text: str, told: str) -> None:
     ids=["one", "three", "uneven", "many"],
 )
 def test_a_picture_of_any_cluster(changes):
-    png = draw(from_preset(described(**changes)), "ours")
+    png = draw_cluster(from_preset(described(**changes)), "ours")
     assert png.startswith(b"\x89PNG\r\n\x1a\n") and png[12:16] == b"IHDR" and len(png) > 5000
-    assert draw(from_preset(described(**changes)), "ours") == png  # the same for the same cluster
+    assert draw_cluster(from_preset(described(**changes)), "ours") == png  # the same for the same cluster
 
 
 def test_the_stage_writes_its_picture(project):
     choose(project, "simulated")
     made = run(Inputs(project, {}, SILENT, None), load_config(project))
-    assert made.files == (project / "runs/cluster/topology.png",) and made.files[0].stat().st_size > 5000
+    assert made.files == (project / "runs/cluster/topology.png",) and not made.files[0].exists()
+    made.draw()
+    assert made.files[0].stat().st_size > 5000
     assert (made.figures["devices"], made.figures["hosts"], made.figures["groups"]) == (20, 3, 14)

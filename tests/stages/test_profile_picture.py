@@ -12,7 +12,7 @@ from shardwright.pipeline.ir.codec import decode, encode
 from shardwright.pipeline.ir.graph import OpGraph
 from shardwright.pipeline.ir.profile import Profile, Step
 from shardwright.stages.profile.by_table import profile_graph
-from shardwright.stages.profile.picture import COLORS, SAMPLES, TOP_MODULES, describe, draw, draw_nothing, table
+from shardwright.stages.profile.picture import COLORS, SAMPLES, TOP_MODULES, describe, draw_nothing, draw_step, table
 from shardwright.stages.profile.run import MODULES, PICTURE, figures, make_profile, write_pictures
 from shardwright.stages.profile.step import StepProfile, profile_step
 from shardwright.stages.profile.timeline import CLASSES
@@ -95,11 +95,11 @@ def test_the_artifact_holds_all_of_it(profile):
 
 
 def test_a_picture_is_a_png_and_the_same_every_time(profile):
-    first, again = (draw(profile.step, "gpt") for _ in range(2))
+    first, again = (draw_step(profile.step, "gpt") for _ in range(2))
     assert size_of(first) == (1210, 550) and first == again
-    assert draw(profile.step, "another title") != first
+    assert draw_step(profile.step, "another title") != first
     higher = dataclasses.replace(profile.step, peak_bytes=profile.step.peak_bytes + 10**6)
-    assert draw(higher, "gpt") != first
+    assert draw_step(higher, "gpt") != first
 
 
 def test_a_picture_of_nothing_says_why():
@@ -120,8 +120,8 @@ def test_the_table_has_a_row_for_each_class_and_module(profile):
 
 
 def test_files_are_written_with_and_without_a_step(tmp_path, profile):
-    files = write_pictures(tmp_path, profile, "", "gpt")
-    assert files == (tmp_path / PICTURE, tmp_path / MODULES)
-    assert size_of(files[0].read_bytes()) == (1210, 550) and files[1].read_text() == table(profile.step)
-    bare = write_pictures(tmp_path, profile_graph(gpt_graph()), "it needs values", "gpt")
-    assert size_of(bare[0].read_bytes()) == (880, 220) and "it needs values" in bare[1].read_text()
+    picture, modules = tmp_path / PICTURE, tmp_path / MODULES
+    write_pictures(tmp_path, profile, "", "gpt")
+    assert size_of(picture.read_bytes()) == (1210, 550) and modules.read_text() == table(profile.step)
+    write_pictures(tmp_path, profile_graph(gpt_graph()), "it needs values", "gpt")
+    assert size_of(picture.read_bytes()) == (880, 220) and "it needs values" in modules.read_text()
