@@ -10,8 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +172,18 @@ def saved_file(name: str) -> str:
 
 
 def build(schema: type, source: Source) -> Any:
-    """The file as an instance of the schema: resolved, checked, defaults filled in."""
+    """The file as an instance of the schema: resolved, checked, defaults filled in. Everyone gets a copy."""
+    if _RESOLVER.search(str(source.data)):  # the environment may have changed
+        return _built(schema, source)
+    return deepcopy(_remembered(schema, source))
+
+
+@lru_cache(maxsize=64)
+def _remembered(schema: type, source: Source) -> Any:
+    return _built(schema, source)
+
+
+def _built(schema: type, source: Source) -> Any:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +55,9 @@ def _error(key: Key, what: str, where: str, remedy: str | None) -> ConfigError:
     return ConfigError(f"{dotted(key)}: {what}" if key else what, where=where, remedy=remedy)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Source:
-    """A file's values and where each of them stands."""
+    """A file's values and where each of them stands; never changed, as what is made of one is remembered (load.py)."""
 
     name: str
     prefix: Key
@@ -113,6 +114,7 @@ def read_bytes(root: Path, name: str) -> bytes:
     return raw
 
 
+@lru_cache(maxsize=64)
 def parse(name: str, prefix: Key, raw: bytes) -> Source:
     """The file's values; a ConfigError with line and column if it is not one mapping of YAML."""
     node = _compose(name, _decode(name, raw))

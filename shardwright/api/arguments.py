@@ -68,7 +68,7 @@ GROUP_OF = {
 KEYS = {"memory_budget_gb": "memory_gb", "module": "model"}  # of a file -> the argument, where they differ
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ArgumentSource(Source):
     """Keys that arguments have given, in place of a file; a mistake is told by the name of the argument."""
 

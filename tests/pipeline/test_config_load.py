@@ -125,6 +125,25 @@ def test_interpolation_within_a_file_and_of_the_environment_under_tracking(
     assert config.train.optimizer["eps"] == 0.1 and config.train.optimizer["note"] == "${kept}"
 
 
+def test_what_is_remembered_of_a_file_is_nobody_elses_and_that_of_its_content(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = load_config(project)
+    first.train.optimizer["lr"] = 7.0
+    first.model.batch["input_ids"].shape[0] = 7
+    again = load_config(project)
+    assert again == load_config(PROJECT) and again.train.optimizer["lr"] == 1e-3
+    text = (project / TRAIN).read_text()
+    (project / TRAIN).write_text(text.replace("lr: 1e-3", "lr: 2e-3"))
+    assert load_config(project).train.optimizer["lr"] == 2e-3
+    (project / TRAIN).write_text(text)
+    main = (project / MAIN).read_text()
+    (project / MAIN).write_text(main.replace("run_name: null", "run_name: ${oc.env:NAME_OF_RUN}"))
+    for name in ("one", "other"):
+        monkeypatch.setenv("NAME_OF_RUN", name)
+        assert load_config(project).tracking.run_name == name
+
+
 def test_changed_contents_are_tried_without_being_written(project: Path) -> None:
     before = (project / SOLVE).read_bytes()
     assert load_config(project, changed={SOLVE: b"backend: highs\n"}).solve.backend is Backend.highs
