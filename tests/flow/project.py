@@ -69,7 +69,8 @@ TINY: dict[str, dict[str, Any]] = {
             "link_gbytes_per_s": 2,
         },
     },
-    "solve": {"backend": "highs", "gap": 1e-4, "frontier_points": 2, "submeshes": 0},
+    # The fastest plan alone: another point is an integer program, which takes longer than all other stages.
+    "solve": {"backend": "highs", "gap": 1e-4, "frontier_points": 1, "submeshes": 0},
     "checkpoint": {"recompute": "optimal", "slots_per_link": 10},
     "train": {
         "steps": 4,
@@ -126,6 +127,19 @@ def _copy_compiled(root: Path) -> None:
             if copy.parent.parent.is_dir():  # else of a folder that is no more
                 copy.parent.mkdir(exist_ok=True)
                 shutil.copy2(path, copy)
+
+
+def keep_kernels(root: Path) -> None:
+    """What the stages of a copy have compiled, for the copies to come: a fresh checkout has no kernels yet."""
+    for folder in ("pipeline", "stages"):
+        found = (root / folder).rglob("__pycache__/*.nb[ic]")
+        for path in sorted(found):  # kernels before the index that names them
+            kept = SOURCE / path.relative_to(root)
+            if not kept.exists() and kept.parent.parent.is_dir():
+                kept.parent.mkdir(exist_ok=True)
+                part = kept.with_suffix(f".{os.getpid()}")
+                shutil.copy2(path, part)
+                part.rename(kept)
 
 
 class Project:

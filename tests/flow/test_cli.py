@@ -16,7 +16,7 @@ from shardwright.pipeline.base.artifacts import KINDS
 from shardwright.pipeline.base.stage import STAGES as SPECS
 from shardwright.stages.commands import COMMANDS
 from tests.flow.conftest import Maker
-from tests.flow.project import SOURCE, STAGES, Project
+from tests.flow.project import SOURCE, STAGES, WARM, Project
 
 pytestmark = pytest.mark.flow
 TARGETS = ("run", "test", "test-newest", "ui", "lint", "format", "docs", "site", "setup", "clean", "")
@@ -67,7 +67,7 @@ def test_a_reader_that_stops_is_no_error_to_tell(bare: Project) -> None:
     """`shardwright ... | head -1`, the pipe closed before anything is written."""
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-m", "stages", "price", "-q", "model=gpt_1.7b"]
+    command = [sys.executable, "-m", "stages", "docs"]
     done = subprocess.run(
         command, cwd=bare.root, env=bare.environment(), stdout=writing, stderr=subprocess.PIPE, text=True
     )
@@ -95,7 +95,7 @@ def test_verify_runs_on_real_ranks(planned: Project) -> None:
 
 def test_interrupt_during_training_leaves_nothing(planned: Project) -> None:
     before = planned.snapshot()
-    process = planned.start("stages", "train")
+    process = planned.start("stages", "train", warm=True)
     assert process.stderr
     for line in process.stderr:  # until it trains
         if "] training" in line:
@@ -105,7 +105,7 @@ def test_interrupt_during_training_leaves_nothing(planned: Project) -> None:
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.1)
     assert len(_ranks(planned)) == 2
-    os.kill(process.pid, signal.SIGINT)
+    os.kill(WARM.command_of(process.pid), signal.SIGINT)
     _, err = process.communicate(timeout=600)
     assert process.returncode == 130
     assert "Traceback" not in err and err.splitlines()[-1] == "interrupted"

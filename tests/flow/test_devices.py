@@ -12,8 +12,8 @@ pytestmark = pytest.mark.flow
 
 @pytest.fixture(scope="module")
 def project(make_project: Maker) -> Project:
-    """What does not depend on the devices has been run; one point of the frontier is enough to train."""
-    project = make_project(tiny=True, solve={"frontier_points": 1})
+    """What does not depend on the devices has been run."""
+    project = make_project(tiny=True)
     for stage in STAGES[:2]:
         project.stages(stage).ok()
     return project

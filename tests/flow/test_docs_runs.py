@@ -92,7 +92,10 @@ def whole_answer(project: Project, command: str) -> str:
 # -- stages -----------------------------------------------------------------------------------------------------------
 
 
-@documented("dvc repro cluster", "dvc repro solve", "dvc repro checkpoint", "dvc repro codegen", "dvc repro train")
+TARGETS = tuple(f"dvc repro {stage}" for stage in ("cluster", "solve", "checkpoint", "codegen", "train"))
+
+
+@documented(*TARGETS, short=(*TARGETS[:2], TARGETS[-1]))
 def test_up_to_a_stage(project: Project, command: str) -> None:
     stage = command.split()[-1]
     assert run(project, command).stages[-1] == stage
@@ -100,12 +103,18 @@ def test_up_to_a_stage(project: Project, command: str) -> None:
     assert SPECS[stage].writes in made and len(made) == {"cluster": 1, "solve": 4}.get(stage, STAGES.index(stage) + 1)
 
 
-@documented("dvc repro --force cluster", "dvc repro --force --single-item train")
+FORCED = ("dvc repro --force cluster", "dvc repro --force --single-item train")
+
+
+@documented(*FORCED, short=FORCED[1:])
 def test_a_stage_that_is_done_runs_again_and_no_other(project: Project, command: str) -> None:
     assert run(project, command).stages == [command.split()[-1]]
 
 
-@documented("shardwright cluster", "shardwright solve", "shardwright train", "shardwright train -v")
+ALONE = ("shardwright cluster", "shardwright solve", "shardwright train", "shardwright train -v")
+
+
+@documented(*ALONE, short=(*ALONE[:2], ALONE[-1]))
 def test_one_stage_without_dvc(project: Project, command: str) -> None:
     stage = command.split()[1]
     said = run(project, command).err
@@ -114,7 +123,10 @@ def test_one_stage_without_dvc(project: Project, command: str) -> None:
     assert stage != "cluster" or "candidate meshes: d0 2" in said
 
 
-@documented("shardwright verify", "shardwright verify --steps 3")
+VERIFY = ("shardwright verify", "shardwright verify --steps 3")
+
+
+@documented(*VERIFY, short=VERIFY[:1])
 def test_the_program_is_the_model(project: Project, command: str) -> None:
     done = run(project, command)
     assert "3 steps on 2 ranks" in done.err and "\nequal: loss, " in done.out
@@ -159,6 +171,7 @@ def test_more_steps(project: Project, command: str) -> None:
     assert len(losses) == 50 and losses[-1] < losses[0]
 
 
+@pytest.mark.long
 @documented(f"{ENGINE}ddp")
 def test_another_engine(project: Project, command: str) -> None:
     assert experiment(project, command).stages == ["train"]
@@ -169,7 +182,7 @@ def test_another_engine(project: Project, command: str) -> None:
 def test_plots_of_what_is_here_and_of_two_experiments(project: Project, command: str) -> None:
     ours, numbers = yaml.safe_load((project.root / "dvc.yaml").read_text())["plots"], {}
     names = sorted(name for name in experiments(project) if name.islower())  # others are DVC's own marks
-    shown = names[:2] if "diff" in command else ["workspace"]
+    shown = [*names[:1], *(names[1:2] or ["workspace"])] if "diff" in command else ["workspace"]
     command = re.sub("A B$", " ".join(shown), command)
     assert "/runs/plots/index.html" in run(project, command).out
     found = json.loads(run(project, f"{command} --json").out)
@@ -224,7 +237,10 @@ def test_the_largest_that_fits(project: Project, command: str) -> None:
     assert found is not None and int(found[2]) - int(found[1]) == step and int(found[1]) % step == 0
 
 
-@documented("shardwright whatif devices", f"shardwright whatif devices {TIGHT}")
+DEVICES = ("shardwright whatif devices", f"shardwright whatif devices {TIGHT}")
+
+
+@documented(*DEVICES, short=DEVICES[1:])
 def test_the_fewest_devices(project: Project, command: str) -> None:
     told = r"^(one device is enough|2 devices are the fewest that fit)$"
     assert re.search(told, whole_answer(project, command), re.MULTILINE)

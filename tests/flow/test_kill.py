@@ -129,7 +129,7 @@ def test_a_stage_killed_while_it_works(victim: Victim, stage: str) -> None:
 def test_a_stage_killed_as_its_artifact_appears(victim: Victim, stage: str) -> None:
     """Of the stage that writes most; all write as `artifacts.save` does, and each is killed above as well."""
     artifact = KINDS[SPECS[stage].writes].path(victim.project.root)
-    dvc, process = victim.start(stage)
+    dvc, process = victim.start(stage, warm=True)
     victim.until(dvc, lambda: _written(artifact))
     assert kill(process)
     victim.after(dvc, stage)
@@ -146,9 +146,9 @@ def _written(artifact: Path) -> bool:
 @pytest.mark.parametrize("stage", ["train"])
 def test_dvc_killed(victim: Victim, stage: str) -> None:
     """The stage ends by itself and dvc's own locks do not stand in the way."""
-    dvc, _ = victim.start(stage)
+    dvc, _ = victim.start(stage, warm=True)
     time.sleep(random.Random(stage).random() * victim.seconds[stage])
-    dvc.kill()
+    psutil.Process(WARM.command_of(dvc.pid)).kill()
     victim.after(dvc, stage)
 
 

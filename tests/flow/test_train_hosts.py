@@ -21,7 +21,7 @@ TORCHRUN = "torch.distributed.run"
 @pytest.fixture(scope="module")
 def project(make_project: Maker) -> Project:
     """Everything but train has been run, for four devices."""
-    project = make_project(tiny=True, solve={"frontier_points": 1}, cluster={"devices": HOSTS})
+    project = make_project(tiny=True, cluster={"devices": HOSTS})
     for stage in STAGES[:-1]:
         project.stages(stage).ok()
     return project
