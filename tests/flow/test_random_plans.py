@@ -124,6 +124,7 @@ def test_a_plan_for_one_rank(model: str, tmp_path: Path) -> None:
     plans.run_alone(model, source, tmp_path)
 
 
+@pytest.mark.long
 def test_random_plans_use_every_conversion_and_nested_recompute() -> None:
     """What the random plans are worth: all of the table occurs in them."""
     from shardwright.pipeline.sharding.conversions import TABLE
