@@ -134,6 +134,7 @@ def test_the_reason_is_that_of_the_rank_that_failed_first(notes):
     no_process_left(notes)
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_a_rank_that_dies_is_named_though_another_notices_before_it_is_gone(notes):
     with pytest.raises(LaunchFailed, match=r"^rank 1 ended with status 3 without a word$"):
         run(notes, "lost")
