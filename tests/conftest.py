@@ -44,6 +44,7 @@ def pytest_collectstart() -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
     """What the imports of all test files made stays: to look through it again and again takes a tenth of all tests."""
+    gc.collect()  # a lock among the garbage would complain at the interpreter's end
     gc.freeze()
     gc.enable()
 
