@@ -209,7 +209,7 @@ def test_a_plan_of_other_shapes(root):
     odd = trace(MLP(features=12, width=33, classes=6, depth=3), mlp_batch())
     save(root, plan_with(frontier_of("mlp").points[-1].sharding))
     line = refused(root, graph=odd)
-    assert "it would store hidden.0.weight of 33 x 12 as S(0), hidden.0.bias of 33 as S(0)" in line
+    assert "it would store hidden.1.weight of 33 x 33 as S(1), hidden.2.weight of 33 x 33 as S(0)" in line
 
 
 def test_a_plan_of_another_batch_serves(root):
