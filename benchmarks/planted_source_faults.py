@@ -320,7 +320,7 @@ FAULTS = (
     Fault(
         "a bias that hides something is taken for none",
         "pipeline/tracing/simplify.py",
-        "mask is not None and bool(mask.all()) else None",
+        "mask is not None and bool(thin(mask).all()) else None",
         "mask is not None else None",
         "stages/test_trace.py stages/test_trace_families.py",
     ),

@@ -18,12 +18,11 @@ def test_a_small_step_is_planned_as_well_as_by_dynamic_programming(monkeypatch):
     def counted(problem, budget, deadline, seed):
         with pytest.MonkeyPatch.context() as patch:
             clock = Ticks().in_place_of_time(patch, parallel_search, contest_search, descent, presolve)
-            return search(problem, budget, clock.now + 1000, seed, workers=0, step=10.0)
+            return search(problem, budget, clock.now + 1000, seed, workers=0)
 
     monkeypatch.setattr(parallel_search, "search", counted)
     monkeypatch.setattr(whole_step, "EXACT_SECONDS", 3.0)
     monkeypatch.setattr(whole_step, "OVER", 600.0)
-    monkeypatch.setattr(whole_step, "RATIO", 1.2)
     row = whole_step.plan("gpt", 1, 3.0, 0, **SMALL)
     assert row["met"], row
     assert row["bound_ms"] <= row["cost_ms"] * (1 + 1e-9) and row["dp_bound_ms"] <= row["cost_ms"] * (1 + 1e-9)
