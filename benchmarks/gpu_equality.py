@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ LOOPS: dict[str, tuple[dict[str, Any], float]] = {
     "amp": ({"precision": "amp"}, 1e-3),
     "amp compiled": ({"precision": "amp", "compile": True}, 5e-3),
 }
+REFUSED = "ranks that share a GPU"
 RANKS_DIFFER = 1e-5  # float32, sums in another order
 
 
@@ -77,9 +79,9 @@ def lines_of_refusal(project: Project) -> float:
         project.run(*STAGES)
         project.train()
     except Failed as error:
-        told = [line for line in error.told.splitlines() if "[" not in line]  # what stages tell of their progress
-        return len(told) if "ranks that share a GPU" in error.told else float("inf")
-    return float("inf")
+        told = [line for line in error.told.splitlines() if not line.startswith("[")]  # that tell of progress
+        return len(told) if any(line.startswith("error: ") and REFUSED in line for line in told) else inf
+    return inf
 
 
 def change(project: Project, group: str, **keys: object) -> None:
@@ -128,7 +130,10 @@ def losses_of(forward: Callable[[], torch.Tensor], optimizer: torch.optim.Optimi
 
 
 def difference(ours: list[float], theirs: list[float]) -> float:
-    return max(abs(our - their) / abs(their) for our, their in zip(ours, theirs, strict=True))
+    pairs = list(zip(ours, theirs, strict=True))
+    if not all(isfinite(loss) for pair in pairs for loss in pair):
+        return inf
+    return max(abs(our - their) / abs(their) for our, their in pairs)
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ class Result:
     files: tuple[Path, ...] = field(default=())  # further files for the tracked run
     curves: Mapping[str, Rows] = field(default_factory=dict)  # by the name of the file that `dvc plots` draws
     settle: Callable[[], None] = lambda: None  # once all that is on the disk: until then the stage can be killed
-    draw: Callable[[], object] = lambda: None  # writes those of `files` that are pictures; not where nobody reads them
+    draw: Callable[[], object] = lambda: None  # writes those of `files` that only people read; not in memory
 
 
 def execute(stage: StageSpec, run: Callable[[Inputs, Config], Result], root: Path, log: Log) -> Artifact:

@@ -173,7 +173,7 @@ def saved_file(name: str) -> str:
 
 def build(schema: type, source: Source) -> Any:
     """The file as an instance of the schema: resolved, checked, defaults filled in. Everyone gets a copy."""
-    if _RESOLVER.search(str(source.data)):  # the environment may have changed
+    if type(source) is not Source or "${" in str(source.data):  # no file; the environment may have changed
         return _built(schema, source)
     return deepcopy(_remembered(schema, source))
 

@@ -7,7 +7,8 @@ what to run again from the same text. Aliases, merge keys and tags are refused: 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -114,9 +115,14 @@ def read_bytes(root: Path, name: str) -> bytes:
     return raw
 
 
-@lru_cache(maxsize=64)
 def parse(name: str, prefix: Key, raw: bytes) -> Source:
     """The file's values; a ConfigError with line and column if it is not one mapping of YAML."""
+    found = _parsed(name, prefix, raw)  # errors are told with others beside them: everyone gets copies
+    return replace(found, broken=tuple(map(copy, found.broken))) if found.broken else found
+
+
+@lru_cache(maxsize=64)
+def _parsed(name: str, prefix: Key, raw: bytes) -> Source:
     node = _compose(name, _decode(name, raw))
     if node is None:
         raise ConfigError("the file is empty", where=f"{name}:1:1", remedy="write `key: value` lines")

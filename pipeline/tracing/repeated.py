@@ -4,7 +4,8 @@
 and its last, that is traced, and where the chain has one block for each of them, one in the middle is repeated until
 there are as many as the model has. Layers are alike where nothing that their modules hold tells them apart but their
 own number. What only `forward()` knows is seen in the trace: a layer that is used in another way, every second or
-every sixth, is no equal block. Where anything of this does not hold, the whole model is traced.
+every sixth, is no equal block. Where anything of this does not hold, the whole model is traced. Not seen: a `forward()`
+that treats some layer beyond the first seven in its own way, by a number in the settings.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import nn
 from shardwright.pipeline.base.errors import TraceError
 from shardwright.pipeline.config import Config
 from shardwright.pipeline.ir.graph import Arg, Args, Link, Op, OpGraph, Ref, Role, Value
-from shardwright.pipeline.ir.verify import verify_graph
+from shardwright.pipeline.ir.verify import InvalidGraph, verify_graph
 from shardwright.pipeline.tracing.build import build_model, fake_mode
 from shardwright.pipeline.tracing.shortened import EqualBlocks, equal_blocks
 from shardwright.pipeline.tracing.trace import trace, trace_module
@@ -60,10 +61,10 @@ def trace_repeated(config: Config) -> OpGraph:
             graph = repeated(graph, layers)
         if {v.origin: (v.type.shape, v.type.dtype, v.grad) for v in _parameters(graph, whole)} != whole:
             raise NotEqual
-    except (NotEqual, TraceError):  # a forward() may count on layers that are not there
+        graph = replace(graph, values=_in_order(graph, whole))
+        verify_graph(graph)
+    except (NotEqual, TraceError, InvalidGraph):  # a forward() may count on layers that are not there
         return trace(config)
-    graph = replace(graph, values=_in_order(graph, whole))
-    verify_graph(graph)
     return graph
 
 
@@ -187,10 +188,10 @@ class _Repetition:
         self.number = re.compile(rf"^({re.escape(layers.name)}\.)(\d+)(?=\.|$)")
         self.links = _links_of(graph)
         run = self._run()
-        start = run.first + MIDDLE * run.length
+        start, end = run.first + MIDDLE * run.length, run.first + run.count * run.length
         self.after = start + run.length
-        self.block, self.beside = range(start, self.after), range(self.after, self.after + run.length)
-        self._check()
+        self.block = range(start, self.after)
+        self._check([range(first, first + run.length) for first in range(self.after, end, run.length)])
 
     def _run(self) -> EqualBlocks:
         """The blocks that have the layers' tensors, one for each layer, the last among them: a block that begins inside
@@ -214,7 +215,7 @@ class _Repetition:
             if value.role in TENSORS and (found := self.number.match(value.origin)):
                 yield int(found[2]), value
 
-    def _check(self) -> None:
+    def _check(self, later: list[range]) -> None:
         """From the block on each tensor of the layers belongs to one link; blocks read the same of what is not own."""
         readers: dict[str, set[int]] = {}
         for op in self.whole.ops:
@@ -226,7 +227,8 @@ class _Repetition:
             raise NotEqual
         if any(self.whole.chain[number].common for number in self.block):
             raise NotEqual
-        if self._given(self.block) != self._given(self.beside):
+        given = self._given(self.block)
+        if any(self._given(links) != given for links in later):
             raise NotEqual
 
     def _given(self, links: range) -> object:

@@ -17,7 +17,8 @@ from shardwright.pipeline.config import (
 from shardwright.pipeline.config.schema import Backend, Checkpoint, Pipeline, Precision, Recompute, Search, Solve
 from shardwright.pipeline.cost.resident import Kept, resident_parts, total_of
 from shardwright.pipeline.cost.step import Workload
-from shardwright.pipeline.ir.cluster import Cluster, Mesh
+from shardwright.pipeline.cost.unsplit import card_of, step_seconds
+from shardwright.pipeline.ir.cluster import NO_HOST, Cluster, Mesh
 from shardwright.pipeline.ir.graph import OpGraph, Role
 from shardwright.pipeline.ir.plan import Frontier, FrontierPoint, Plan, Sharding
 from shardwright.pipeline.ir.profile import Profile, as_run
@@ -66,12 +67,6 @@ class PlanFound:
     def seconds(self) -> float:
         return self.plan.prediction.step_seconds if self.plan else math.inf
 
-    @property
-    def bound(self) -> float:
-        """About what a plan on another mesh takes at least: neither communication nor recompute."""
-        own = self.plan and self.plan.prediction
-        return own.compute_seconds + own.optimizer_seconds if own else 0.0
-
 
 @dataclass(frozen=True)
 class FittedModel:
@@ -99,16 +94,20 @@ class FittedModel:
     def plan(self, machine: ClusterSettings) -> PlanFound:
         """The fastest that fits: on one axis of all devices, and where that leaves enough to gain, on hosts x devices.
 
-        A search on two axes takes longer than all else. What it can gain is bounded before: on any mesh the same is
-        computed, and the optimizer's state is in no smaller parts than on one axis of all devices.
+        A search on two axes takes longer than all else.
         """
         cluster = self.stages.cluster(machine)
         found = self._plan_on(cluster, cluster.mesh_candidates(1)[0])
         mesh = hosts_by_devices(cluster)
-        if mesh is None or found.seconds * (1 - WORTH) < found.bound:
+        if mesh is None or found.seconds * (1 - WORTH) < self.least_seconds(cluster):
             return found
         self.log.info("planning for %d hosts of %d", *mesh.sizes)
         return min(found, self._plan_on(cluster, mesh), key=lambda one: one.seconds)
+
+    def least_seconds(self, cluster: Cluster) -> float:
+        """Of a step on any mesh: all kernels of the unsplit one in equal parts, nothing sent, no host waited for."""
+        kernels, card = self.profile.kernels, card_of(replace(cluster.compute, host=NO_HOST))
+        return step_seconds(self.graph, kernels, card).step / cluster.devices if kernels else 0.0
 
     def _plan_on(self, cluster: Cluster, mesh: Mesh) -> PlanFound:
         points = tuple(sorted(self._points(cluster, mesh), key=lambda point: point.seconds))
@@ -327,7 +326,7 @@ def _sized(machine: ClusterSettings, devices: int) -> ClusterSettings | None:
 
 def hosts_by_devices(cluster: Cluster) -> Mesh | None:
     """Of a cluster of equal hosts."""
-    hosts = [len(host.ranks) for host in cluster.group.members] if cluster.group else []
+    hosts = [len(host.ranks) for host in cluster.hosts]
     sizes = (len(hosts), *set(hosts))
     return next((mesh for mesh in cluster.mesh_candidates(2) if len(hosts) > 1 and mesh.sizes == sizes), None)
 

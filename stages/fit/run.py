@@ -1,7 +1,7 @@
 """`shardwright fit`: whether a model trains on a cluster, with which plan, on how few devices, how fast, and what fills
 the memory. No weights, no device, nothing on disk.
 
-The model is traced as a whole. Its sharding is the solver's for a graph with few of the equal blocks
+The model is traced. Its sharding is the solver's for a graph with few of the equal blocks
 (`pipeline.tracing.shortened`), repeated for all; recompute, memory and time are worked out for the whole model, by what
 the stage `checkpoint` does with such plans.
 """

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.flow.project import Project, keep_kernels
+from tests.flow.project import Project
 
 Maker = Callable[..., Project]
 
@@ -47,4 +47,3 @@ def make_project(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixtu
     yield make
     for project in made:
         project.end_all()
-        keep_kernels(project.root)

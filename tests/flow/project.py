@@ -129,19 +129,6 @@ def _copy_compiled(root: Path) -> None:
                 shutil.copy2(path, copy)
 
 
-def keep_kernels(root: Path) -> None:
-    """What the stages of a copy have compiled, for the copies to come: a fresh checkout has no kernels yet."""
-    for folder in ("pipeline", "stages"):
-        found = (root / folder).rglob("__pycache__/*.nb[ic]")
-        for path in sorted(found):  # kernels before the index that names them
-            kept = SOURCE / path.relative_to(root)
-            if not kept.exists() and kept.parent.parent.is_dir():
-                kept.parent.mkdir(exist_ok=True)
-                part = kept.with_suffix(f".{os.getpid()}")
-                shutil.copy2(path, part)
-                part.rename(kept)
-
-
 class Project:
     def __init__(self, root: Path) -> None:
         self.root = root

@@ -23,7 +23,6 @@ TINY = {
     "conf/model/my_model.yaml": (("width: 128", "width: 32"), ("layers: 4", "layers: 2")),
     "conf/solve/highs.yaml": (("frontier_points: 6", "frontier_points: 2"),),
     "conf/train/adamw.yaml": (("steps: 20", "steps: 2"),),
-    "conf/cluster/preset_cpu.yaml": (("devices: 2", "devices: 1"),),  # two ranks train in the last test
 }  # fmt: skip
 
 

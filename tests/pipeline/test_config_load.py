@@ -144,6 +144,22 @@ def test_what_is_remembered_of_a_file_is_nobody_elses_and_that_of_its_content(
         assert load_config(project).tracking.run_name == name
 
 
+def test_a_mistake_that_was_mended_is_not_told_again(project: Path) -> None:
+    """Beside one that is still there, in a file that was read before."""
+    solve, train = (project / "conf/solve/glpk.yaml"), project / TRAIN
+    solve.write_text(f"{solve.read_text()}\nbackend: glpk\n")
+    text = train.read_text()
+    train.write_text(f"{text}\nbogus: 1\n")
+    for mistakes in (2, 2):
+        with pytest.raises(ConfigError) as told:
+            load_config(project)
+        assert len(told.value.lines()) == mistakes and "bogus" in " ".join(told.value.lines())
+    train.write_text(text)
+    with pytest.raises(ConfigError) as told:
+        load_config(project)
+    assert len(told.value.lines()) == 1 and "bogus" not in told.value.line()
+
+
 def test_changed_contents_are_tried_without_being_written(project: Path) -> None:
     before = (project / SOLVE).read_bytes()
     assert load_config(project, changed={SOLVE: b"backend: highs\n"}).solve.backend is Backend.highs

@@ -178,13 +178,14 @@ def test_peers_are_ways_to_run_the_same_module(monkeypatch: pytest.MonkeyPatch):
 
 def test_equality_is_of_every_loss_and_only_the_right_refusal_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert difference([4.0, 2.0], [4.0, 2.5]) == pytest.approx(0.2)
+    assert difference([4.0, float("nan")], [4.0, 2.0]) == float("inf")
     Walked(monkeypatch)
     project = Project(tmp_path, "gpt2-tiny fp32", "eager", described("cuda", 2))
     project.configure()
     assert lines_of_refusal(project) == float("inf")  # it trained
     for told, lines in (
         ("[train] starting\nerror: the step cannot be captured: ranks that share a GPU talk over the host", 1),
-        ("Traceback\n  a line\nerror: ranks that share a GPU", 3),
+        ("Traceback\n  a[0] line\nerror: ranks that share a GPU", 3),
         ("error: out of memory", float("inf")),
     ):
 

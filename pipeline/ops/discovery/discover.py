@@ -188,7 +188,6 @@ class _Unsplit:
 
     trial: Trial
     tensors: list[Tensor]
-    inputs: list[Tensor]
     outputs: tuple[Tensor, ...]
     coming: list[Tensor | None]  # the gradients of the outputs, where they have one
     gradients: list[Tensor] | None  # None: it has no derivative
@@ -205,7 +204,7 @@ def _unsplit(trial: Trial, tensors: list[Tensor]) -> _Unsplit | None:
         gradients = _gradients(outputs, coming, inputs)
     except Exception:  # no derivative
         gradients = None
-    return _Unsplit(trial, tensors, inputs, outputs, coming, gradients)
+    return _Unsplit(trial, tensors, outputs, coming, gradients)
 
 
 def _candidates(whole: _Unsplit, ranks: int) -> Iterator[FoundStrategy]:
