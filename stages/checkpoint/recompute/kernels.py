@@ -236,10 +236,7 @@ def fill(rows: Floats, inner: Floats, extra: int, drop: bool, kinds: Kinds, link
                 if not drop:
                     again[l, m] = table[u, m]
                 source = low + m - a[i]
-                if source < 0:
-                    after[column + i, m] = np.inf
-                else:
-                    after[column + i, m] = rows[source // WIDTH, u, source % WIDTH] + passed[i]
+                after[column + i, m] = np.inf if source < 0 else rows[source // WIDTH, u, source % WIDTH] + passed[i]
 
 
 @kernel()
