@@ -133,7 +133,7 @@ class LowRank(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Models ask for its type (T5)."""
+        """For layers that ask the type of their weight."""
         return self.base.weight  # type: ignore[return-value]
 
     def forward(self, x: Tensor) -> Tensor:
