@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import os
 import select
@@ -18,12 +19,15 @@ from shardwright.stages import commands
 
 STAGES = ("trace", "profile", "cluster", "solve", "checkpoint", "codegen", "train")
 PAGE_AFTER = ("codegen", "train")  # stages that tell something new of the plan
+# Python looks for garbage after 700 new objects. What commands import and build stays: a tenth of trace went there.
+USUAL, SELDOM = gc.get_threshold(), (300_000, 50, 50)
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     root = Path.cwd()
     log = logs.get_log(arguments.command, arguments.verbosity)
+    gc.set_threshold(*SELDOM)
     try:
         with told(root), interruptible():
             if arguments.command in STAGES:
@@ -47,6 +51,8 @@ def main(argv: list[str] | None = None) -> int:
         status = error.status if isinstance(error, Interrupted) else 130
         print("interrupted" if status == 130 else f"interrupted by {error}", file=sys.stderr)
         return status
+    finally:
+        gc.set_threshold(*USUAL)
 
 
 def _reader_is_gone() -> bool:
@@ -64,6 +70,8 @@ def run_stage(name: str, root: Path, log: logs.Log) -> None:
 
     load_config(root)  # before the stage's own imports: a mistake in conf/ is told at once
     module = importlib.import_module(f"shardwright.stages.{name}.run")
+    if name == "train":  # a training loop's garbage holds tensors
+        gc.set_threshold(*USUAL)
     if name == "train" and (place := find_place(os.environ)) and place.rank:
         module.take_part(root, log)
     else:

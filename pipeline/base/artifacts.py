@@ -18,7 +18,7 @@ from typing import Any
 from shardwright.pipeline.base.errors import ArtifactError
 from shardwright.pipeline.base.files import write_atomic
 from shardwright.pipeline.ir.cluster import Cluster
-from shardwright.pipeline.ir.codec import decode, encode
+from shardwright.pipeline.ir.codec import decode, encode, lines_of
 from shardwright.pipeline.ir.graph import OpGraph
 from shardwright.pipeline.ir.invariants import verify_beside, verify_body
 from shardwright.pipeline.ir.plan import Frontier, Plan
@@ -46,7 +46,7 @@ KINDS = {
     for kind in (
         ArtifactKind("graph", "trace", "graph.json", OpGraph, version=4),
         ArtifactKind("profile", "profile", "profile.json", Profile, version=5),
-        ArtifactKind("cluster", "cluster", "cluster.json", Cluster, version=5),
+        ArtifactKind("cluster", "cluster", "cluster.json", Cluster, version=6),
         ArtifactKind("frontier", "solve", "frontier.json", Frontier, version=4),
         ArtifactKind("plan", "checkpoint", "plan.json", Plan, version=9),
         ArtifactKind("module", "codegen", "module.py", str, version=4),
@@ -93,7 +93,7 @@ def text_of(artifact: Artifact) -> str:
         rows += [f"config {key} {digest}" for key, digest in artifact.config.items()]
         text: str = "".join(f"{_SOURCE_MARK}{row}\n" for row in rows) + artifact.body
         return text
-    return json.dumps({**header, "body": encode(artifact.body)}, indent=1, allow_nan=False) + "\n"
+    return lines_of({**header, "body": encode(artifact.body)}) + "\n"
 
 
 def load(kind: str, root: Path, *, accept_edited: bool = False) -> Artifact:

@@ -20,6 +20,7 @@ from shardwright.pipeline.ir.layout import Layout
 from shardwright.pipeline.ir.profile import Profile
 from shardwright.pipeline.sharding.sharded import Sharded
 
+PRODUCTS_WITH_BIAS = ("aten.linear.default", "aten.addmm.default")
 Span = tuple[int, int]  # the first and the last of the links that are taken as one
 
 
@@ -28,20 +29,33 @@ class ChainMemory:
     fixed: int  # there whatever is recomputed
     grown: tuple[int, ...]  # of each link, the gradients that its backward leaves
     optimizer_peak: int  # when nothing of the chain is left
+    repeated: int = 0  # there all the time, if anything is recomputed
 
 
 def chain_memory(priced: Priced, join: Join) -> ChainMemory:
     sharded, price, profile = priced.sharded, priced.step, priced.profile
     spans = [(group.first, group.last) for group in groups_of(priced.graph, profile, join)]
     grown = tuple(_grown(sharded, spans, growing(sharded)))
-    given = _given(sharded, profile) + priced.cluster.compute.workspace
+    given = _given(sharded, profile) + workspace(priced)
     extra = profile.step.optimizer_bytes if profile.step else 0
     beside = math.ceil(max(_updated_part(sharded), _largest_part(sharded)) * extra)
     return ChainMemory(
         fixed=price.fixed_bytes + given - sum(grown),
         grown=grown,
         optimizer_peak=price.resident_bytes + given + beside + _apart_bytes(sharded),
+        repeated=_biased(priced),
     )
+
+
+def workspace(priced: Priced) -> int:
+    """What libraries of products keep, if nothing is recomputed."""
+    return priced.cluster.compute.workspace + _biased(priced)
+
+
+def _biased(priced: Priced) -> int:
+    """What they keep more for products with a bias: of forward, and as much again of what backward repeats."""
+    found = any(op.target in PRODUCTS_WITH_BIAS and len(op.inputs) > 2 for op in priced.graph.ops)
+    return priced.cluster.compute.workspace_biased if found else 0
 
 
 def unrecomputed_peak(priced: Priced) -> int:

@@ -259,7 +259,8 @@ class LayoutPrices:
         peak = max(held.peak, *(end.held[RecomputeMode.none].peak for end in ends), 0.0)
         gathered = 2 * sum(parts.layer.parameters) if layout.zero == 3 and layout.dp > 1 else 0.0
         states = state_bytes(weights, layout)
-        return states + in_flight(layout, stage) * kept + peak + gathered + self.machine.compute.workspace
+        libraries = self.machine.compute.workspace + 2 * self.machine.compute.workspace_biased
+        return states + in_flight(layout, stage) * kept + peak + gathered + libraries
 
 
 def state_bytes(weights: float, layout: ParallelLayout) -> float:

@@ -103,7 +103,8 @@ def evaluate_on(workload: Workload, frontier: Frontier, number: int, settings: C
     if found.peak_bytes <= budget:
         return replace(found, regions=linear.regions(best.regions))
     worst = max(outcome.steps, key=lambda step: step.held).op
-    least = max(fixed + rotor.tightest(chain, _slots(chain, settings)).memory, linear.optimizer_peak)
+    most = fixed + linear.repeated_bytes + rotor.tightest(chain, _slots(chain, settings)).memory
+    least = max(most, linear.optimizer_peak)
     return replace(_refused(found, worst), optimal_bytes=least)
 
 
@@ -154,8 +155,9 @@ def _played_schedule(
     those of the line that takes longer at each link; the better one in the play is taken."""
 
     def asked(chain: Chain) -> tuple[schedule.Schedule, Outcome]:
-        found = _schedule(graph, chain, room, settings, micro_batches)
-        return found, played(simulate(chain, found.sequence), linear.costs)
+        found = _schedule(graph, chain, room, linear.repeated_bytes, settings, micro_batches)
+        outcome = played(simulate(chain, found.sequence), linear.costs)
+        return found, outcome.beside(linear.repeated_bytes) if found.regions.repeats else outcome
 
     assert linear.chain is not None
     if linear.device_chain is None:
@@ -166,8 +168,11 @@ def _played_schedule(
     return min(first, asked(linear.chain), key=lambda one: one[1].time)
 
 
-def _schedule(graph: OpGraph, chain: Chain, room: int, settings: Checkpoint, micro_batches: int) -> schedule.Schedule:
-    """What the user asked for. Keeping everything is tried first: rounding to slots may hide that it fits."""
+def _schedule(
+    graph: OpGraph, chain: Chain, room: int, repeated: int, settings: Checkpoint, micro_batches: int
+) -> schedule.Schedule:
+    """What the user asked for. Keeping everything is tried first: rounding to slots may hide that it fits, and what is
+    there only if something is `repeated` is not."""
     fixed = fixed_schedule(graph, chain, settings, micro_batches)
     if fixed is not None:
         return fixed
@@ -176,10 +181,11 @@ def _schedule(graph: OpGraph, chain: Chain, room: int, settings: Checkpoint, mic
     if peak <= room:
         return everything
     slots = _slots(chain, settings)
-    if room < rotor.tightest(chain).memory or not rotor.fits(chain, slots, room):
+    left = room - repeated
+    if left < rotor.tightest(chain).memory or not rotor.fits(chain, slots, left):
         least = rotor.tightest(chain, slots)  # in slots: the budget that is named must be accepted when it is set
-        raise rotor.InfeasibleBudget(max(room, 0), replace(least, memory=min(least.memory, peak)))
-    return rotor.fastest_within(chain, room, slots)
+        raise rotor.InfeasibleBudget(max(room, 0), replace(least, memory=min(least.memory + repeated, peak)))
+    return rotor.fastest_within(chain, left, slots)
 
 
 def _slots(chain: Chain, settings: Checkpoint) -> int:

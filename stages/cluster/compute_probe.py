@@ -54,7 +54,8 @@ def measure_compute(clock: Clock) -> dict[str, Any]:
     on_cpu = device == "cpu"  # on a GPU these ops are bound by memory
     onednn = not on_cpu or onednn_is_faster(clock)
     torch.backends.mkldnn.enabled = onednn and torch.backends.mkldnn.enabled
-    # Before all else and after it: a host may be slower for seconds (one was taken for a host 1.4 times as slow).
+    workspace, biased = (0, 0) if on_cpu else _workspaces(clock)  # before other products have a bias
+    # Before all the rest and after it: a host may be slower for seconds (one was taken for a host 1.4 times as slow).
     hosts = [] if on_cpu else [measure_host(clock)]
     found = {
         "onednn": onednn,
@@ -72,24 +73,32 @@ def measure_compute(clock: Clock) -> dict[str, Any]:
         "thin": _thin(clock) if on_cpu else None,
         "optimizer": [_optimizer(clock, n) for n in OPTIMIZED[device]],
         "processors": None if on_cpu else torch.cuda.get_device_properties(device).multi_processor_count,
-        "workspace": 0 if on_cpu else _workspace(clock),
+        "workspace": workspace,
+        "workspace_biased": biased,
     }
     return found | {"host": None if on_cpu else min(*hosts, measure_host(clock))}
 
 
-def _workspace(clock: Clock) -> int:
-    """What is still there when all tensors are gone: cuBLAS keeps memory for each thread that calls it.
+def _workspaces(clock: Clock) -> tuple[int, int]:
+    """What cuBLAS keeps when all tensors are gone, for each thread that calls it: of products, and more with a bias."""
+    kept = []
+    for work in (products, recomputed_products):
+        for dtype in (torch.float32, *HALF_DTYPES[clock.device]):
+            work(torch.randn(512, 512, device=clock.device, dtype=dtype, requires_grad=True))
+        clock.settle()
+        gc.collect()
+        kept.append(int(torch.cuda.memory_allocated()))
+    return kept[0], (kept[1] - kept[0]) // 2  # once for forward, once for what backward repeats
 
-    Products with a bias take more of it, which the thread of backward calls where a plan recomputes.
-    """
-    x = torch.randn(512, 512, device=clock.device, requires_grad=True)
-    for dtype in (torch.float32, *HALF_DTYPES[clock.device]):
-        found: Any = checkpoint(F.linear, x.to(dtype), x.to(dtype), x[0].to(dtype), use_reentrant=False)
-        found.sum().backward()
-    del x, found
-    clock.settle()
-    gc.collect()
-    return int(torch.cuda.memory_allocated())
+
+def products(x: torch.Tensor) -> None:
+    F.linear(x, x).sum().backward()
+
+
+def recomputed_products(x: torch.Tensor) -> None:
+    """With a bias, in the thread of backward too: the first of two, as what is repeated ends before the last."""
+    found: Any = checkpoint(lambda x: F.linear(F.linear(x, x, x[0]), x, x[0]), x, use_reentrant=False)
+    found.sum().backward()
 
 
 def onednn_is_faster(clock: Clock) -> bool:

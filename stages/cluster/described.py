@@ -11,8 +11,8 @@ from shardwright.pipeline.ir.cluster import Cluster, Compute, Curve, Group, Host
 from shardwright.stages.cluster.meshes import FASTEST, candidate_meshes, candidate_splits
 from shardwright.stages.cluster.topology import device_order, find_groups, with_uplinks
 
-# Bytes that torch gives cuBLAS and cuBLASLt on a Hopper GPU, for forward and for backward; on older ones it is less.
-WORKSPACE = 2 * ((1 << 25) + (1 << 20))
+# Bytes that torch gives cuBLAS on a Hopper GPU, for forward and for backward, and cuBLASLt; on older ones it is less.
+WORKSPACE, WORKSPACE_BIASED = 2 << 25, 1 << 20
 HIDDEN = 0.8  # kernels beside collectives take 1.19 times as long, on A100s and H100s (arXiv 2507.03114): 2 - 1.19
 MOST_SIMULATED = 256  # devices whose pairs are drawn one by one; larger clusters are grouped as they are described
 
@@ -76,6 +76,7 @@ def describe_compute(settings: Settings) -> Compute:
         unaligned=reached.unaligned,
         host=HostPace() if reached.kernel_us is None else paced(HostPace(), reached.kernel_us / 1e6),
         workspace=WORKSPACE if settings.device is Device.cuda else 0,
+        workspace_biased=WORKSPACE_BIASED if settings.device is Device.cuda else 0,
     )
 
 

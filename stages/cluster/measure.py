@@ -186,6 +186,7 @@ def _compute(found: dict[str, Any]) -> Compute:
         matmul_by_dtype={dtype: _curve(products) for dtype, products in found["half"].items()},
         processors=found["processors"],
         workspace=found.get("workspace", 0),
+        workspace_biased=found.get("workspace_biased", 0),
         host=host_pace(found["host"]) if found.get("host") else HostPace(),
         onednn=found["onednn"],
         flops={name: Pace(**seconds) for name, seconds in found["flops"].items()},

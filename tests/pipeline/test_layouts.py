@@ -415,7 +415,8 @@ def test_memory_is_what_stays_what_is_saved_and_the_largest_peak():
     ends = [end.held[RecomputeMode.none] for end in (own.before, own.after)]
     block = own.layer.held[RecomputeMode.none]
     saved = 24 * block.saved + sum(end.saved for end in ends)
-    expected = 8 * weights + saved + max(one.peak for one in (block, *ends)) + MACHINE.compute.workspace
+    expected = 8 * weights + saved + max(one.peak for one in (block, *ends))
+    expected += MACHINE.compute.workspace + 2 * MACHINE.compute.workspace_biased
     assert max(end.peak for end in ends) > 2 * block.peak  # logits of all words
     assert prices().memory(layout) == pytest.approx(expected)
     second, third = (prices().memory(replace(layout, zero=zero)) for zero in (2, 3))

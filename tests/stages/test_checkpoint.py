@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from torch import nn
 
 from shardwright.pipeline.base.errors import SolveError
 from shardwright.pipeline.config import Checkpoint, Recompute
+from shardwright.pipeline.cost import chain_memory
 from shardwright.pipeline.cost.step import Workload
-from shardwright.pipeline.ir.cluster import Mesh
+from shardwright.pipeline.ir.cluster import Cluster, Mesh
 from shardwright.pipeline.ir.graph import OpGraph, Role
 from shardwright.pipeline.ir.layout import Layout, R
 from shardwright.pipeline.ir.plan import Frontier, FrontierPoint, Plan, Proof, Region, Sharding
@@ -220,6 +222,30 @@ def test_a_model_of_one_link():
         else:
             with pytest.raises(SolveError, match="no plan fits"):
                 choose([found], cluster, frontier, WHERE)
+
+
+def test_what_cublas_keeps_for_products_with_a_bias():
+    """Once for forward, and again only where backward repeats one."""
+    graph, profile, cluster, biased = GRAPHS["mlp"](), profile_of("mlp"), preset(), 4096
+    more = replace(cluster, compute=replace(cluster.compute, workspace_biased=biased))
+    frontier = replace(frontier_of("mlp"), budget_bytes=10**9)
+
+    def peak(cluster: Cluster, recompute: Recompute, budget: int = 10**9) -> int:
+        found = evaluate(
+            graph, profile, cluster, replace(frontier, budget_bytes=budget), 0, Checkpoint(recompute=recompute)
+        )
+        assert found.regions is None or found.peak_bytes <= budget
+        assert found.regions is None or recompute is not Recompute.full or recomputes(found.regions)
+        return found.peak_bytes
+
+    kept, dropped = peak(cluster, Recompute.optimal), peak(cluster, Recompute.full)
+    assert peak(more, Recompute.optimal) == kept + biased
+    assert peak(more, Recompute.full) == dropped + 2 * biased
+    assert peak(more, Recompute.optimal, budget=kept + biased) == kept + biased  # it fits with nothing repeated
+    least = peak(cluster, Recompute.optimal, budget=1)  # of any schedule
+    assert peak(more, Recompute.optimal, budget=1) == min(least + 2 * biased, kept + biased)
+    with patch.object(chain_memory, "PRODUCTS_WITH_BIAS", ()):
+        assert peak(more, Recompute.full) == dropped
 
 
 def test_the_chain_in_numbers():

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.pipeline.base.errors import ClusterError
 from shardwright.pipeline.config import ClusterSettings as Settings
@@ -451,3 +452,18 @@ def test_gpus_that_are_not_there_are_planned_for_but_not_measured(monkeypatch):
     line = refusal.value.line()
     assert line.startswith("conf/cluster/gpus.yaml: devices: got 2, and torch sees 1 GPUs on this machine; ")
     assert "source: preset" in line and "device: cpu" in line
+
+
+def test_the_probe_of_what_cublas_keeps_has_a_product_with_a_bias_in_backward():
+    class Biased(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            Biased.count += func is torch.ops.aten.addmm.default
+            return func(*args, **(kwargs or {}))
+
+    x = torch.randn(8, 8, requires_grad=True)
+    with Biased():
+        compute_probe.recomputed_products(x)
+    assert Biased.count == 3  # both in forward; in backward the first alone
+    assert x.grad is not None

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from shardwright.pipeline.cost.chain_memory import chain_memory, growing, loss_temporaries, saved_bytes
+from shardwright.pipeline.cost.chain_memory import chain_memory, growing, loss_temporaries, saved_bytes, workspace
 from shardwright.pipeline.cost.groups import Join
 from shardwright.pipeline.cost.links import LinkCosts, LinkWay, link_costs
 from shardwright.pipeline.cost.step import Priced
@@ -21,6 +21,7 @@ class Linear:
     costs: tuple[LinkCosts, ...]
     fixed_bytes: int  # there whatever is recomputed
     optimizer_peak: int  # bytes, when nothing of the chain is left
+    repeated_bytes: int = 0  # there all the time, if anything is recomputed
     compiled: bool = False  # every function of the program is
     device_chain: Chain | None = None  # where the links know of a host: with the seconds of the device alone
 
@@ -72,6 +73,7 @@ def linearize(priced: Priced, join: Join = Join.NEEDLESS) -> Linear:
         costs=costs,
         fixed_bytes=memory.fixed,
         optimizer_peak=memory.optimizer_peak,
+        repeated_bytes=memory.repeated,
         compiled=priced.profile.compiled is not None,
         device_chain=issued,
     )
@@ -90,7 +92,7 @@ def linearize_partitions(priced: Priced, join: Join = Join.NONE) -> Linear:
     the last link of a partition makes its output for the next."""
     found = linearize(priced, join)
     chain = found.chain and replace(found.chain, last=(), grown=())
-    fixed = priced.step.fixed_bytes + priced.cluster.compute.workspace
+    fixed = priced.step.fixed_bytes + workspace(priced) + found.repeated_bytes
     return replace(found, chain=chain, device_chain=None, fixed_bytes=fixed)
 
 

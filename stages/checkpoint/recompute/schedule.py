@@ -52,6 +52,11 @@ class Nesting:
     steps: tuple[Keep | Nesting, ...]
 
     @property
+    def repeats(self) -> bool:
+        """Whether anything is run again; a link that keeps a part of itself runs the rest again."""
+        return any(isinstance(step, Nesting) or step.option for step in self.steps)
+
+    @property
     def first(self) -> int:
         step = self.steps[0]
         return step.link if isinstance(step, Keep) else step.first

@@ -67,6 +67,11 @@ class Outcome:
     peak: float
     waited: float = 0.0  # of that time, for the host
 
+    def beside(self, nbytes: int) -> Outcome:
+        """With that much more in memory all the time."""
+        steps = tuple(replace(step, held=step.held + nbytes) for step in self.steps)
+        return replace(self, steps=steps, peak=self.peak + nbytes)
+
 
 def simulate(chain: Chain, sequence: Iterable[ScheduledOp], first: int = 0, last: int | None = None) -> Outcome:
     """Run links first..last; unless the last is the loss, the gradient of its output is there from the start."""
