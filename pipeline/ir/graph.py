@@ -8,7 +8,7 @@ the common values, which many links read (an encoder's output in every decoder l
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -109,6 +109,16 @@ class Args:
         if position < len(self.positional):
             return self.positional[position]
         return dict(self.named).get(name, default)
+
+    def renamed(self, names: Mapping[str, str]) -> Args:
+        """With other values; those that are not named stay."""
+
+        def new(arg: Arg) -> Arg:
+            if isinstance(arg, Ref):
+                return Ref(names.get(arg.value, arg.value))
+            return tuple(map(new, arg)) if isinstance(arg, tuple) else arg
+
+        return Args(tuple(map(new, self.positional)), tuple((name, new(arg)) for name, arg in self.named))
 
     def to_json(self) -> Any:
         return {"positional": [_encode(a) for a in self.positional], "named": {k: _encode(v) for k, v in self.named}}

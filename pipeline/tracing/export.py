@@ -10,7 +10,7 @@ import io
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, redirect_stderr, redirect_stdout, suppress
 from typing import Any
 from unittest.mock import patch
 
@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwright.pipeline.base.errors import TraceError
+from shardwright.pipeline.tracing.alike import NotAlike, marked, write_out
 from shardwright.pipeline.tracing.autocast import device_autocast
 from shardwright.pipeline.tracing.source import Stack, origin
 from shardwright.pipeline.user.loss import pick_loss
@@ -49,7 +50,15 @@ class LossOnly(nn.Module):
 def export_loss(
     model: nn.Module, batch: dict[str, Tensor], device: str = "cpu", *, amp: bool = False
 ) -> ExportedProgram:
-    """As the module runs on the device; `amp` is for autocast to bfloat16."""
+    """As the module runs on the device; `amp` is for autocast to bfloat16. Layers that are alike are exported once."""
+    with marked(model) as found, suppress(NotAlike, TraceError):
+        program = _exported(model, batch, device, amp)
+        write_out(program, found)
+        return program
+    return _exported(model, batch, device, amp)
+
+
+def _exported(model: nn.Module, batch: dict[str, Tensor], device: str, amp: bool) -> ExportedProgram:
     # Torch writes and compiles the code of its graph after each pass over it, and reads no more than the last of that.
     # For each op it takes down a hundred frames and reads the line of each: those of others' code are enough.
     stacks = patch.object(proxy, "CapturedTraceback", Stack)

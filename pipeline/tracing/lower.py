@@ -255,7 +255,7 @@ class _Lowering:
         grad = self.grad and any(self.values[read].grad for read in args.refs())
         self.values[name] = Value(name, type_, Role.RESULT, name, grad)
         source = op_line(self.node.meta.get("stack_trace"))
-        self.ops.append(Op(name, target, args, (name,), _module(self.node), source))
+        self.ops.append(Op(name, target, args, (name,), module_of(self.node), source))
         return name
 
     def _add(self, node: Node, target: str, mutates: tuple[str, ...] = ()) -> str:
@@ -270,7 +270,7 @@ class _Lowering:
         source = op_line(node.meta.get("stack_trace"))
         exact = self.amp and not self.autocast and _autocast_acts_on(node)
         origin = self.values[outputs[0]].origin
-        self.ops.append(Op(origin, target, args, outputs, _module(node), source, mutates, exact))
+        self.ops.append(Op(origin, target, args, outputs, module_of(node), source, mutates, exact))
         if _is_view(node) and target == str(node.target):
             parent = str(self.names[node.args[0]])  # type: ignore[index]
             for output in outputs:
@@ -346,7 +346,7 @@ def _place(node: Node | None) -> str:
 
 
 def _in_module(node: Node | None) -> str:
-    return f" (module {_module(node)!r})" if node else ""
+    return f" (module {module_of(node)!r})" if node else ""
 
 
 def _nested(numbers: Any) -> Arg:
@@ -390,7 +390,7 @@ def _out_of_place(target: str) -> str | None:
     return f"aten.{plain}.{overload}" if packet is not None and overload in packet.overloads() else None
 
 
-def _module(node: Node) -> str:
+def module_of(node: Node) -> str:
     stack = list(node.meta.get("nn_module_stack", {}).values())
     return stack[-1][0].removeprefix("model").removeprefix(".") if stack else ""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shardwright.pipeline.ir.graph import Arg, Args, Link, OpGraph, Ref, Role
+from shardwright.pipeline.ir.graph import Link, OpGraph, Role
 from shardwright.pipeline.ir.plan import Sharding
 
 HEAD, TAIL = 2, 1  # blocks of a run that are left: the first may read what none after it does
@@ -110,7 +110,7 @@ def _stand_alone(graph: OpGraph, run: EqualBlocks) -> bool:
 
 def _without(graph: OpGraph, links: set[int], values: Mapping[str, str]) -> OpGraph:
     gone = {name for link in links for name in graph.chain[link].ops}
-    ops = tuple(replace(op, args=_renamed(op.args, values)) for op in graph.ops if op.name not in gone)
+    ops = tuple(replace(op, args=op.args.renamed(values)) for op in graph.ops if op.name not in gone)
     needed = {name for op in ops for name in (*op.inputs, *op.outputs)} | {graph.output}
     written = {name for op in graph.ops for name in op.outputs}  # what nothing writes or reads stays as it is
     needed |= {name for name, readers in graph.consumers().items() if not readers and name not in written}
@@ -126,12 +126,3 @@ def _without(graph: OpGraph, links: set[int], values: Mapping[str, str]) -> OpGr
 def _numbered(chain: Sequence[Link]) -> tuple[Link, ...]:
     numbers: dict[int, int] = {}
     return tuple(replace(link, block=numbers.setdefault(link.block, len(numbers))) for link in chain)
-
-
-def _renamed(args: Args, values: Mapping[str, str]) -> Args:
-    def new(arg: Arg) -> Arg:
-        if isinstance(arg, Ref):
-            return Ref(values[arg.value])
-        return tuple(map(new, arg)) if isinstance(arg, tuple) else arg
-
-    return Args(new(args.positional), tuple((name, new(value)) for name, value in args.named))

@@ -8,13 +8,13 @@ still divide as the plan splits them. Ops that do nothing in a batch of one samp
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import zip_longest
 
 from shardwright.pipeline.base.errors import SolveError, TraceError
 from shardwright.pipeline.config import Config
-from shardwright.pipeline.ir.graph import Arg, Args, Op, OpGraph, Ref
+from shardwright.pipeline.ir.graph import Op, OpGraph
 from shardwright.pipeline.ir.plan import Plan
 from shardwright.pipeline.ir.verify import InvalidSharding, verify_sharding
 from shardwright.pipeline.ops.uneven import uneven_in
@@ -66,17 +66,8 @@ def with_contiguous(own: OpGraph, graph: OpGraph) -> OpGraph:
             ops.append(op)
         else:
             names = {graph.op(name).inputs[0]: name for name in op.inputs if name in added}
-            ops.append(replace(there[op.name], args=_renamed(there[op.name].args, names)))
+            ops.append(replace(there[op.name], args=there[op.name].args.renamed(names)))
     return find_chain(Ops({name: values[name] for name in graph.values if name in values}, tuple(ops), own.output))
-
-
-def _renamed(args: Args, names: Mapping[str, str]) -> Args:
-    def one(arg: Arg) -> Arg:
-        if isinstance(arg, Ref):
-            return Ref(names.get(arg.value, arg.value))
-        return tuple(map(one, arg)) if isinstance(arg, tuple) else arg
-
-    return Args(tuple(map(one, args.positional)), tuple((key, one(arg)) for key, arg in args.named))
 
 
 def _differences(graph: OpGraph, own: OpGraph) -> Iterator[str]:

@@ -26,8 +26,8 @@ from shardwright.pipeline.ir.verify import verify_sharding
 from shardwright.pipeline.ops.uneven import uneven_in
 from shardwright.pipeline.sharding.lowering import with_paths
 from shardwright.pipeline.sharding.slices import fits, grown, sliced
-from shardwright.pipeline.tracing.repeated import trace_repeated
 from shardwright.pipeline.tracing.shortened import Shortened, shortened
+from shardwright.pipeline.tracing.trace import trace
 from shardwright.pipeline.tracking.headline import mesh_text
 from shardwright.pipeline.user.optimizer import build_optimizer
 from shardwright.stages.fit.answer import MOST_TIMES, FitAnswer, FitRow
@@ -82,7 +82,7 @@ class FittedModel:
 
     @classmethod
     def of(cls, config: Config, stages: FitStages, log: Log) -> FittedModel:
-        traced = trace_repeated(config)
+        traced = trace(config)
         short = shortened(traced)
         profile, small = (_profile(graph, config, stages, log) for graph in (traced, short.graph))
         graph = as_run(traced, profile.types)

@@ -20,10 +20,9 @@ from shardwright.pipeline.ir.graph import Role, TensorType, Value
 from shardwright.pipeline.ir.plan import Frontier
 from shardwright.pipeline.ir.verify import verify_graph, verify_sharding
 from shardwright.pipeline.models import from_config
-from shardwright.pipeline.tracing import repeated, simplify
-from shardwright.pipeline.tracing.build import build_model, fake_mode
+from shardwright.pipeline.tracing import alike, export, simplify
 from shardwright.pipeline.tracing.shortened import EqualBlocks, equal_blocks, shortened
-from shardwright.pipeline.tracing.trace import trace, trace_module
+from shardwright.pipeline.tracing.trace import trace
 from shardwright.stages.cluster.described import from_preset
 from shardwright.stages.command_line import main
 from shardwright.stages.commands import fit_stages
@@ -34,6 +33,7 @@ from shardwright.stages.fit.run import fit
 from shardwright.stages.solve.on_mesh import MeshProblem, price_point
 from tests.asked import mostly_long
 from tests.small_configs import shrink
+from tests.stages.test_trace_alike import what_it_does
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted(set((ROOT / "examples/fit").glob("*.json")) - {ROOT / "examples/fit/llama_70b.json"})  # as 8B, larger
@@ -72,25 +72,9 @@ def test_each_example_made_small_fits_with_a_plan_that_holds(small, path, tmp_pa
     assert "<svg" in answer.page() and row.cluster in answer.page() and json.loads(answer.json())["rows"]
 
 
-def what_it_does(graph):
-    """All but the names of results, which are numbers here."""
-    names = {out: str(number) for number, out in enumerate(out for op in graph.ops for out in op.outputs)}
-    names |= {value.name: value.origin for value in graph.values.values() if value.name not in names}
-    values = {names[v.name]: (v.type, v.role, v.grad) for v in graph.values.values()}
-    ops = [
-        (op.target, op.module, op.exact, [names[out] for out in op.outputs], _named(op.args, names)) for op in graph.ops
-    ]
-    chain = [(len(link.ops), names.get(link.input), link.block, len(link.common)) for link in graph.chain]
-    return values, ops, chain, len(graph.prologue), [v.origin for v in graph.of_role(Role.PARAMETER)]
-
-
-def _named(args, names):
-    return repr(repeated._renamed(args, names))
-
-
 @pytest.mark.parametrize("lora", mostly_long([0, 2], lambda rank: rank == 0))
 @pytest.mark.parametrize("path", mostly_long(EXAMPLES, lambda path: "llama" in path.stem), ids=lambda path: path.stem)
-def test_few_layers_repeated_are_the_whole_models_graph(small, path, lora, monkeypatch):
+def test_layers_exported_once_are_the_whole_models_graph(small, path, lora, monkeypatch):
     """And so the totals of `fit` are those of the whole trace."""
     sequence = None if path.stem == "vit_large" else 64
     file = small(path.stem, **{"num_layers" if "t5" in path.stem else "num_hidden_layers": 11})
@@ -98,40 +82,15 @@ def test_few_layers_repeated_are_the_whole_models_graph(small, path, lora, monke
     question = FitQuestion(file, ("dgx_h100",), batch=4, sequence=sequence, devices=2, lora=lora)
     machine = load_part(ROOT, "cluster", "dgx_h100", devices=2)
     config = replace(base, model=model_of(question, ROOT, base, 4), cluster=machine)
-    whole = trace(config)
-    if not (lora and "t5" in path.stem):  # of this the whole is traced
-        monkeypatch.setattr(repeated, "trace", lambda config: pytest.fail("the whole model was traced"))
-    few = repeated.trace_repeated(config)
-    assert what_it_does(few) == what_it_does(whole)
-    verify_graph(few)
-
-
-def test_layers_that_are_not_equal_are_traced_one_by_one(small):
-    """Whatever it is that tells them apart: what the modules hold, a list in the settings, or `forward()` alone."""
-    layers = from_config.build(small("llama_8b", num_hidden_layers=10)).model.layers
-    assert repeated._longest_run(layers) == (0, 10)
-    layers[4].self_attn.scaling = 0.5
-    assert repeated._longest_run(layers) == (5, 5)
-    layers[4].self_attn.scaling, layers[6].mlp = layers[3].self_attn.scaling, layers[5].mlp  # one module for two layers
-    assert repeated._longest_run(layers)[1] < 10
-    assert repeated._names_layers({"layer_types": ["full", "window"] * 5}, 10)
-    assert repeated._names_layers({"text": {"cross_attention_layers": [3, 8]}}, 10)
-    assert not repeated._names_layers({"layer_types": ["full"] * 10, "eos": [128, 129], "rope": {"factor": 8.0}}, 10)
-    base = load_config(ROOT)
-    question = FitQuestion(small("llama_8b", num_hidden_layers=9), ("dgx_h100",), batch=4, sequence=64, devices=2)
-    machine = load_part(ROOT, "cluster", "dgx_h100", devices=2)
-    config = replace(base, model=model_of(question, ROOT, base, 4), cluster=machine)
-    mode = fake_mode()
-    model = build_model(config, mode)
-    cut = list(repeated._cut(model))
-    graph = trace_module(config, model, mode)
-    odd = next(op for op in graph.ops if op.module.startswith("model.layers.7.") and "silu" in op.target)
-    other = tuple(replace(op, target="aten.relu.default") if op is odd else op for op in graph.ops)
-    last = next(n for n, link in enumerate(graph.chain) if odd.name in link.ops)
-    chain = tuple(replace(link, block=99) if n == last else link for n, link in enumerate(graph.chain))
-    assert len(repeated.repeated(graph, cut[0]).chain) == len(graph.chain) + 2
-    with pytest.raises(repeated.NotEqual):
-        repeated.repeated(replace(graph, ops=other, chain=chain), cut[0])
+    with monkeypatch.context() as exporting:
+        plain, times = export._exported, []
+        exporting.setattr(export, "_exported", lambda *given: times.append(0) or plain(*given))
+        once = trace(config)
+        assert len(times) == 1
+        exporting.setattr(alike, "LEAST", 99)
+        whole = trace(config)
+    assert len(whole.ops) > 300 and what_it_does(once) == what_it_does(whole)
+    verify_graph(once)
 
 
 def test_a_mask_is_known_however_large_the_batch_is(small, monkeypatch):
