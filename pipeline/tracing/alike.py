@@ -59,12 +59,17 @@ def write_out(program: ExportedProgram, found: list[Alike]) -> None:
     """Every layer of its own, and no marks."""
     for layers in found:
         layers.write_out(program)
+
+
+def numbered(program: ExportedProgram) -> ExportedProgram:
+    """Names of ops are those of their kinds, with numbers in order: the same in whatever way it was exported."""
     counts: dict[str, int] = {}
-    for node in program.graph.nodes:  # numbers as they would be
+    for node in program.graph.nodes:
         if node.op == "call_function":
             base = re.sub(r"_\d+$", "", node.name)
             counts[base] = counts.get(base, -1) + 1
             node.name = f"{base}_{counts[base]}" if counts[base] else base
+    return program
 
 
 def _lists(module: nn.Module, name: str) -> Iterator[tuple[str, nn.ModuleList]]:

@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwright.pipeline.base.errors import TraceError
-from shardwright.pipeline.tracing.alike import NotAlike, marked, write_out
+from shardwright.pipeline.tracing.alike import NotAlike, marked, numbered, write_out
 from shardwright.pipeline.tracing.autocast import device_autocast
 from shardwright.pipeline.tracing.source import Stack, origin
 from shardwright.pipeline.user.loss import pick_loss
@@ -54,8 +54,8 @@ def export_loss(
     with marked(model) as found, suppress(NotAlike, TraceError):
         program = _exported(model, batch, device, amp)
         write_out(program, found)
-        return program
-    return _exported(model, batch, device, amp)
+        return numbered(program)
+    return numbered(_exported(model, batch, device, amp))
 
 
 def _exported(model: nn.Module, batch: dict[str, Tensor], device: str, amp: bool) -> ExportedProgram:

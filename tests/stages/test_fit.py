@@ -33,7 +33,6 @@ from shardwright.stages.fit.run import fit
 from shardwright.stages.solve.on_mesh import MeshProblem, price_point
 from tests.asked import mostly_long
 from tests.small_configs import shrink
-from tests.stages.test_trace_alike import what_it_does
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted(set((ROOT / "examples/fit").glob("*.json")) - {ROOT / "examples/fit/llama_70b.json"})  # as 8B, larger
@@ -89,7 +88,7 @@ def test_layers_exported_once_are_the_whole_models_graph(small, path, lora, monk
         assert len(times) == 1
         exporting.setattr(alike, "LEAST", 99)
         whole = trace(config)
-    assert len(whole.ops) > 300 and what_it_does(once) == what_it_does(whole)
+    assert len(whole.ops) > 100 and once == whole
     verify_graph(once)
 
 
