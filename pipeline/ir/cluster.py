@@ -88,9 +88,7 @@ class Compute:
     processors: int | None = None  # of a GPU: multiprocessors, over which kernels are spread
     host: HostPace = field(default_factory=HostPace)  # of a GPU: what issues its kernels
     workspace: int = 0  # bytes that libraries of products keep on a GPU once they were called forward and backward
-    workspace_biased: int = (
-        0  # more of them where products have a bias: for forward, and again for what backward repeats
-    )
+    workspace_biased: int = 0  # as many more for products with a bias: of forward, and of those that backward repeats
     flops: dict[str, Pace] = field(default_factory=dict)  # by op, for each FLOP; one that is missing is as a product
     unaligned: float | None = None  # of a GPU: share of its rate in products with rows that begin on no 16 bytes
     onednn: bool = True  # of a CPU: whether oneDNN's kernels, which torch takes by default, are the faster ones

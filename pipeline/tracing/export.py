@@ -30,8 +30,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwright.pipeline.base.errors import TraceError
-from shardwright.pipeline.tracing.alike import NotAlike, marked, numbered, write_out
 from shardwright.pipeline.tracing.autocast import device_autocast
+from shardwright.pipeline.tracing.equal_layers import NotEqual, marked, numbered, write_out
 from shardwright.pipeline.tracing.source import Stack, origin
 from shardwright.pipeline.user.loss import pick_loss
 
@@ -50,8 +50,8 @@ class LossOnly(nn.Module):
 def export_loss(
     model: nn.Module, batch: dict[str, Tensor], device: str = "cpu", *, amp: bool = False
 ) -> ExportedProgram:
-    """As the module runs on the device; `amp` is for autocast to bfloat16. Layers that are alike are exported once."""
-    with marked(model) as found, suppress(NotAlike, TraceError):
+    """As the module runs on the device; `amp` is for autocast to bfloat16. Equal layers are exported once."""
+    with marked(model) as found, suppress(NotEqual, TraceError):
         program = _exported(model, batch, device, amp)
         write_out(program, found)
         return numbered(program)

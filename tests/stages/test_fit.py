@@ -20,7 +20,7 @@ from shardwright.pipeline.ir.graph import Role, TensorType, Value
 from shardwright.pipeline.ir.plan import Frontier
 from shardwright.pipeline.ir.verify import verify_graph, verify_sharding
 from shardwright.pipeline.models import from_config
-from shardwright.pipeline.tracing import alike, export, simplify
+from shardwright.pipeline.tracing import equal_modules, export, simplify
 from shardwright.pipeline.tracing.shortened import EqualBlocks, equal_blocks, shortened
 from shardwright.pipeline.tracing.trace import trace
 from shardwright.stages.cluster.described import from_preset
@@ -86,7 +86,7 @@ def test_layers_exported_once_are_the_whole_models_graph(small, path, lora, monk
         exporting.setattr(export, "_exported", lambda *given: times.append(0) or plain(*given))
         once = trace(config)
         assert len(times) == 1
-        exporting.setattr(alike, "LEAST", 99)
+        exporting.setattr(equal_modules, "LEAST", 99)
         whole = trace(config)
     assert len(whole.ops) > 100 and once == whole
     verify_graph(once)

@@ -1,4 +1,4 @@
-"""Layers that are alike are exported once: of 80 layers `torch.export` takes ten times as long as of 8.
+"""Equal layers are exported once: of 80 layers `torch.export` takes ten times as long as of 8.
 
 Of such layers the second is traced between marks: clones of the tensors that it is given, and of the one it
 makes. A later layer is a mark alone. In the exported program what lies between the marks is then written out for each
@@ -20,7 +20,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -30,32 +29,31 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx import Graph, GraphModule, Node
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from shardwright.pipeline.tracing.equal_modules import PLAIN, kind_of, layers_in_groups, same_value, tensor_uses
 from shardwright.pipeline.tracing.lower import module_of
 
-LEAST = 4  # layers that are alike
-PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Enum)
 MARK = torch.ops.aten.clone.default
 PREFIX = "model."  # of LossOnly
 
 
-class NotAlike(Exception):
+class NotEqual(Exception):
     """What lies between the marks has to do with more than its layer is given: the model is to be traced whole."""
 
 
 @contextmanager
-def marked(model: nn.Module) -> Iterator[list[Alike]]:
+def marked(model: nn.Module) -> Iterator[list[EqualLayers]]:
     """While it is exported."""
-    times = _times(model)
-    found = [Alike(name, layers) for name, own in _lists(model, "") for layers in alike_layers(own, times)]
+    times = tensor_uses(model)
+    found = [EqualLayers(name, layers) for name, own in _lists(model, "") for layers in layers_in_groups(own, times)]
     with ExitStack() as stack:
         for layers in found:
             stack.enter_context(layers.marked())
         yield found
 
 
-def write_out(program: ExportedProgram, found: list[Alike]) -> None:
+def write_out(program: ExportedProgram, found: list[EqualLayers]) -> None:
     """Every layer of its own, and no marks."""
     for layers in found:
         layers.write_out(program)
@@ -63,12 +61,16 @@ def write_out(program: ExportedProgram, found: list[Alike]) -> None:
 
 def numbered(program: ExportedProgram) -> ExportedProgram:
     """Names of ops are those of their kinds, with numbers in order: the same in whatever way it was exported."""
+    taken = {node.name for node in program.graph.nodes if node.op != "call_function"}
     counts: dict[str, int] = {}
     for node in program.graph.nodes:
         if node.op == "call_function":
-            base = re.sub(r"_\d+$", "", node.name)
-            counts[base] = counts.get(base, -1) + 1
-            node.name = f"{base}_{counts[base]}" if counts[base] else base
+            name = base = re.sub(r"_\d+$", "", node.name)
+            while name in taken:
+                counts[base] = counts.get(base, 0) + 1
+                name = f"{base}_{counts[base]}"
+            taken.add(name)
+            node.name = name
     return program
 
 
@@ -79,79 +81,6 @@ def _lists(module: nn.Module, name: str) -> Iterator[tuple[str, nn.ModuleList]]:
             yield name + own, child
         else:
             yield from _lists(child, f"{name}{own}.")
-
-
-# --------------------------------------------------------------------------------------------------------- the modules
-
-
-def alike_layers(layers: nn.ModuleList, times: Mapping[int, int]) -> list[dict[int, nn.Module]]:
-    """Those that are alike, by their numbers; `times` is how often the model has a tensor, by its id."""
-    found: list[dict[int, nn.Module]] = []
-    for number, layer in enumerate(layers):
-        if all(times[id(own)] == 1 for own in (*layer.parameters(), *layer.buffers())):
-            same = next((own for own in found if _like_first(own, number, layer)), None)
-            if same is None:
-                found.append(same := {})
-            same[number] = layer
-    return [one for one in found if len(one) >= LEAST]
-
-
-def _times(model: nn.Module) -> Mapping[int, int]:
-    found: dict[int, int] = {}
-    for kind in (model.named_parameters, model.named_buffers):
-        for _, own in kind(remove_duplicate=False):  # type: ignore[operator]
-            found[id(own)] = found.get(id(own), 0) + 1
-    return found
-
-
-def _like_first(layers: dict[int, nn.Module], number: int, layer: nn.Module) -> bool:
-    first, one = next(iter(layers.items()))
-    return _alike(one, layer, (first, number))
-
-
-def _alike(one: nn.Module, other: nn.Module, numbers: tuple[int, int]) -> bool:
-    """Whether nothing but their own numbers tells two modules apart."""
-    if type(one) is not type(other) or vars(one).keys() != vars(other).keys():
-        return False
-    for key, own in vars(one).items():
-        same = vars(other)[key]
-        if key in ("_modules", "_parameters", "_buffers"):
-            if own.keys() != same.keys() or not all(_alike_held(own[name], same[name], numbers) for name in own):
-                return False
-        elif not _same(own, same) and not _are(own, same, numbers):
-            return False
-    return True
-
-
-def _alike_held(one: Any, other: Any, numbers: tuple[int, int]) -> bool:
-    """Of modules, parameters and buffers."""
-    if one is None or other is None:
-        return one is other
-    if isinstance(one, nn.Module):
-        return isinstance(other, nn.Module) and _alike(one, other, numbers)
-    return one is not other and type(one) is type(other) and _kind(one) == _kind(other)
-
-
-def _kind(tensor: Tensor) -> object:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
-
-
-def _are(one: Any, other: Any, numbers: tuple[int, int]) -> bool:
-    return type(one) is int and type(other) is int and (one, other) == numbers
-
-
-def _same(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, PLAIN):
-        return bool(one == other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(_same(a, b) for a, b in zip(one, other, strict=True))
-    return isinstance(one, set) and one == other
 
 
 class _Watched:
@@ -187,8 +116,8 @@ class Given:
 
 
 @dataclass
-class Alike:
-    """Layers of the model that are alike, by their numbers in a list."""
+class EqualLayers:
+    """Layers of the model that are equal, by their numbers in a list."""
 
     name: str
     layers: dict[int, nn.Module]
@@ -267,12 +196,12 @@ class Alike:
         own: dict[int, Tensor] = {}  # by the id of what the second layer was given
         for leaf, same in zip(leaves, given.leaves, strict=True):
             if not isinstance(same, Tensor):
-                if isinstance(leaf, Tensor) or not _same(leaf, same):
+                if isinstance(leaf, Tensor) or not same_value(leaf, same):
                     return forward(*args, **named)
             elif not isinstance(leaf, Tensor) or own.setdefault(id(same), leaf) is not leaf:
                 return forward(*args, **named)
         others = [(same, own[id(same)]) for same in given.tensors if own[id(same)] is not same]
-        if len(others) != 1 or _kind(others[0][0]) != _kind(others[0][1]) or _kind(given.made) != _kind(others[0][1]):
+        if len(others) != 1 or len({kind_of(tensor) for tensor in (*others[0], given.made)}) > 1:
             return forward(*args, **named)
         (differs,) = (n for n, same in enumerate(given.tensors) if same is others[0][0])
         self.left_out[number] = differs
@@ -294,7 +223,7 @@ class Alike:
             self._check(marks, body, tensors)
             for number, differs in self.left_out.items():
                 if [node.target for node in nodes[number]] != [MARK]:
-                    raise NotAlike
+                    raise NotEqual
                 (place,) = nodes[number]
                 given = {mark: mark.args[0] for mark in marks[:-1]} | {marks[differs]: place.args[0]}
                 own = partial(tensors.moved, self._path(self.second), self._path(number))
@@ -334,7 +263,7 @@ class Alike:
         count = len(self.given.tensors)
         marks = [*nodes[:count], *(nodes[-1:] if self.given.made is not None else [])]
         if self.calls > 1 or len(marks) < count or any(mark.target is not MARK for mark in marks):
-            raise NotAlike
+            raise NotEqual
         return marks
 
     def _check(self, marks: list[Node], body: list[Node], tensors: _Tensors) -> None:
@@ -344,9 +273,9 @@ class Alike:
         for node in body:
             read = (n for n in node.all_input_nodes if n not in known and n.op != "get_attr")
             if not all(tensors.is_own(n, path) for n in read) or not inside.union(marks[-1:]).issuperset(node.users):
-                raise NotAlike
-            if (_writes(node) and _root(node.args[0], inside) in marks) or _writes_inside(node):
-                raise NotAlike
+                raise NotEqual
+            if any(_root(written, inside) in marks for written in _written(node)) or _writes_inside(node):
+                raise NotEqual
 
     def _meta(self, node: Node, number: int) -> dict[str, Any]:
         """With the layer's own name in those of its modules."""
@@ -370,9 +299,13 @@ def _of(given: Mapping[Node, Any], own: Callable[[Node], Node], node: Node) -> A
     return given[node] if node in given else own(node)
 
 
-def _writes(node: Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and bool(schema.is_mutable)
+def _written(node: Node) -> list[Any]:
+    """What an op writes into, by its schema."""
+    arguments = schema.arguments if (schema := getattr(node.target, "_schema", None)) else []
+    given = {**dict(zip((argument.name for argument in arguments), node.args, strict=False)), **node.kwargs}
+    into = (a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
+    found: list[Any] = tree_leaves([given[name] for name in into if name in given])
+    return found
 
 
 def _writes_inside(node: Node) -> bool:
@@ -380,7 +313,7 @@ def _writes_inside(node: Node) -> bool:
     if node.op != "get_attr":
         return False
     region = getattr(node.graph.owning_module, str(node.target), None)
-    return isinstance(region, GraphModule) and any(map(_writes, region.graph.nodes))
+    return isinstance(region, GraphModule) and any(map(_written, region.graph.nodes))
 
 
 def _root(node: Any, inside: set[Node]) -> Any:
@@ -416,5 +349,5 @@ class _Tensors:
         if not name.startswith(before):
             return node
         if (found := self.places.get(after + name.removeprefix(before))) is None:
-            raise NotAlike
+            raise NotEqual
         return found

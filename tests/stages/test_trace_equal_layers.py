@@ -1,4 +1,4 @@
-"""Layers that are alike are exported once: the graph is that of the whole trace, whatever layers have to do with."""
+"""Equal layers are exported once: the graph is that of the whole trace, whatever layers have to do with."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardwright.pipeline.ir.verify import verify_graph
-from shardwright.pipeline.tracing import alike
+from shardwright.pipeline.tracing import equal_layers, equal_modules
 from tests.graphs import trace
 
 WIDTH, COUNT = 6, 6
@@ -277,7 +277,7 @@ CASES = {  # how many layers are not exported
 def test_the_graph_is_that_of_the_whole(name, amp, monkeypatch):
     build, count = CASES[name]
     left_out = []
-    plain = alike.write_out
+    plain = equal_layers.write_out
 
     def noted(program, found):
         plain(program, found)
@@ -285,8 +285,32 @@ def test_the_graph_is_that_of_the_whole(name, amp, monkeypatch):
 
     monkeypatch.setattr("shardwright.pipeline.tracing.export.write_out", noted)
     once = trace(build(), X, amp=amp)
-    with patch.object(alike, "LEAST", 99):
+    with patch.object(equal_modules, "LEAST", 99):
         whole = trace(build(), X, amp=amp)
     verify_graph(once)
     assert once == whole
     assert len(left_out) == count
+
+
+def test_an_input_with_the_name_of_an_op():
+    class Named(Model):
+        def forward(self, add, gelu):
+            return super().forward(add + gelu)
+
+    graph = trace(Named(), {"add": X["x"], "gelu": X["x"].clone()})
+    assert len({value.name for value in graph.values.values()}) == len(graph.values)
+    assert [op.name for op in graph.ops if "gelu" in op.target] == [f"gelu_{n}" for n in range(1, COUNT + 1)]
+
+
+@torch.library.custom_op("tests::write_into", mutates_args=("target",))
+def write_into(amount: float, target: torch.Tensor) -> None:
+    target.add_(amount)
+
+
+def test_what_an_op_writes_into_is_known_by_its_schema():
+    graph = torch.fx.Graph()
+    target = graph.placeholder("target")
+    node = graph.call_function(torch.ops.tests.write_into.default, (1.0, target))
+    assert equal_layers._written(node) == [target]
+    assert equal_layers._written(graph.call_function(torch.ops.aten.add_.Tensor, (target, target))) == [target]
+    assert equal_layers._written(graph.call_function(torch.ops.aten.add.Tensor, (target, target))) == []
